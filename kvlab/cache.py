@@ -1,0 +1,172 @@
+"""KVCache: the protocol that every cache of the book obeys, and NoCache, which keeps nothing.
+
+``model.Decoder`` calls ``attend`` and never asks how keys and values are stored. That one seam is what lets each
+chapter replace the storage, or the kernel, and leave the model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvlab import reference
+from kvlab.batch import Batch
+from kvlab.config import ModelConfig
+
+
+class CacheFull(RuntimeError):
+    """A cache has no room for what was asked of it; nothing has changed.
+
+    Shapes and units: ``needed`` and ``free`` are counts of ``unit`` (rows, tokens or blocks).
+
+    Source: chapter 01.
+    """
+
+    def __init__(self, needed: int, free: int, unit: str, advice: str = "") -> None:
+        self.needed, self.free, self.unit = needed, free, unit
+        super().__init__(f"the cache needs {needed} {unit} and has {free} free" + (f"; {advice}" if advice else ""))
+
+
+class KVCache(Protocol):
+    """What a decoder, a generation loop and a scheduler may ask of a cache.
+
+    Shapes and units: lengths in tokens; k, v [T, H_kv, D]; q and the result [T, H, D]; ``nbytes`` in bytes.
+
+    Source: chapter 01.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for keys and values. Source: chapter 01."""
+        ...
+
+    def prepare(self, batch: Batch) -> None:
+        """Make room for a batch's new tokens; create unseen ids; on an error nothing has changed.
+
+        Raises: ValueError for a duplicate id or a length that does not continue; CacheFull.  Source: chapter 01.
+        """
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Store k and v of the prepared batch and return the attention of q. Source: chapter 01."""
+        ...
+
+    def length(self, seq_id: int) -> int:
+        """Tokens kept of a sequence, a Python int; 0 for an id never seen. Source: chapter 01."""
+        ...
+
+    def fork(self, parent: int, child: int) -> None:
+        """Make ``child`` a sequence that has all that ``parent`` has. Source: chapter 02."""
+        ...
+
+    def keep(self, seq_id: int, base: int, indices: Sequence[int]) -> None:
+        """Of the tokens after the first ``base`` keep those at ``indices``, in this order. Source: chapter 05."""
+        ...
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Forget all but the first ``length`` tokens. Source: chapter 05."""
+        ...
+
+    def free(self, seq_id: int) -> None:
+        """Forget the sequence. Source: chapter 01."""
+        ...
+
+
+def check_truncate(length: int, current: int) -> None:
+    """Refuse to truncate to a length (in tokens) below 0 or beyond the current one.
+
+    Raises: ValueError.  Source: chapter 01.
+    """
+    if length < 0 or length > current:
+        raise ValueError(f"truncate: length is {length}; it must be between 0 and the {current} tokens kept")
+
+
+def check_keep(base: int, indices: Sequence[int], current: int) -> None:
+    """Refuse a ``keep`` whose base or indices (offsets in tokens after base) do not name distinct kept tokens.
+
+    Raises: ValueError.  Source: chapter 05.
+    """
+    if not 0 <= base <= current:
+        raise ValueError(f"keep: base is {base}; it must be between 0 and the {current} tokens kept")
+    if len(set(indices)) != len(indices) or any(not 0 <= i < current - base for i in indices):
+        raise ValueError(f"keep: indices are {list(indices)}; they must be distinct and within 0..{current - base - 1}")
+
+
+class NoCache:
+    """A cache that keeps nothing: every pass must bring all tokens of its sequences, and can be differentiated.
+
+    Shapes and units: as ``KVCache``; ``length`` is always 0, so a generation loop recomputes everything.
+
+    Source: chapter 01.
+    """
+
+    nbytes = 0
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._batch: Batch | None = None
+
+    def prepare(self, batch: Batch) -> None:
+        """Take a batch whose sequences all start at position 0.
+
+        Raises: ValueError for a sequence with a past, which this cache cannot have.  Source: chapter 01.
+        """
+        for seq_id, past in zip(batch.seq_ids, batch.past_lens, strict=True):
+            if past:
+                raise ValueError(f"sequence {seq_id} claims {past} cached tokens; NoCache keeps none: send them all")
+        self._batch = batch
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Attention of q [T, H, D] over this pass's own k, v [T, H_kv, D]; gives [T, H, D].
+
+        Raises: ValueError without k and v, or before ``prepare``.  Source: chapter 01.
+        """
+        batch = self._batch
+        if batch is None or k is None or v is None:
+            raise ValueError("NoCache attends only to the k and v of the batch it was last prepared for")
+        window = self.config.window_size(layer)
+        q_lens = batch.q_lens
+        if len(set(q_lens)) == 1 and window == (-1, -1) and batch.tree_mask is None:
+            return _equal_lengths(q, k, v, len(q_lens))
+        outs = []
+        for rows in torch.arange(q.shape[0], device=q.device).split(q_lens):
+            mask = None if batch.tree_mask is None else batch.tree_mask[rows]
+            out, _ = reference.attend_one(q[rows], k[rows], v[rows], window_size=window, tree_mask=mask, dtype=None)
+            outs.append(out)
+        return torch.cat(outs) if outs else torch.empty_like(q)
+
+    def length(self, seq_id: int) -> int:
+        """Always 0 tokens. Source: chapter 01."""
+        return 0
+
+    def fork(self, parent: int, child: int) -> None:
+        """Nothing to share. Source: chapter 01."""
+
+    def keep(self, seq_id: int, base: int, indices: Sequence[int]) -> None:
+        """Nothing to keep (offsets in tokens). Raises: ValueError unless base is 0 and indices empty.
+
+        Source: chapter 01."""
+        check_keep(base, indices, 0)
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Nothing to forget; a length (tokens) other than 0 is an error. Raises: ValueError.  Source: chapter 01."""
+        check_truncate(length, 0)
+
+    def free(self, seq_id: int) -> None:
+        """Nothing to free. Source: chapter 01."""
+
+
+def _equal_lengths(q: Tensor, k: Tensor, v: Tensor, num_seqs: int) -> Tensor:
+    """One scaled_dot_product_attention over B sequences of the same length (training, and one sequence alone)."""
+
+    def heads_first(x: Tensor) -> Tensor:
+        return x.reshape(num_seqs, -1, *x.shape[1:]).transpose(1, 2)
+
+    out = functional.scaled_dot_product_attention(
+        heads_first(q), heads_first(k), heads_first(v), is_causal=True, enable_gqa=True
+    )
+    return out.transpose(1, 2).reshape(q.shape)

@@ -1,0 +1,182 @@
+"""The float64 oracle: attention written so that it can be checked by eye, and used to check everything else.
+
+Every kernel of the book must equal these few lines. Nothing here is fast, and nothing here may become so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible_keys(
+    q_len: int,
+    kv_len: int,
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    tree_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Which keys each query sees: a boolean [q_len, kv_len].
+
+    The q_len queries are the last of the kv_len tokens, so query i stands at position kv_len - q_len + i: causality
+    is aligned bottom-right. ``window_size`` is (left, right) in tokens, inclusive, -1 unlimited. ``tree_mask``
+    [q_len] int64 replaces causality among the new tokens by its bits, and measures the window by depth.
+
+    Raises: ValueError where a length is negative.
+
+    Source: chapter 01; FlashAttention's conventions.
+    """
+    if q_len < 0 or kv_len < 0:
+        raise ValueError(f"q_len is {q_len} and kv_len {kv_len}; both must be 0 or more")
+    past = kv_len - q_len
+    q_slot = past + torch.arange(q_len, device=device)[:, None]
+    k_slot = torch.arange(kv_len, device=device)[None, :]
+    if tree_mask is None:
+        q_pos, k_pos = q_slot, k_slot
+        seen = k_pos <= q_pos if causal else torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    else:
+        new = torch.arange(q_len, device=device)
+        bits = (tree_mask.to(device)[:, None] >> new[None, :]) & 1
+        depth = past + bits.sum(1) - 1
+        q_pos = depth[:, None]
+        k_pos = torch.cat([torch.arange(past, device=device), depth])[None, :]
+        seen = torch.cat([torch.ones(q_len, past, dtype=torch.bool, device=device), bits.bool()], dim=1)
+    left, right = window_size
+    if left >= 0:
+        seen = seen & (k_pos >= q_pos - left)
+    if right >= 0:
+        seen = seen & (k_pos <= q_pos + right)
+    return seen
+
+
+def attend_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    dtype: torch.dtype | None = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence: scores, mask, softmax, weighted sum.
+
+    Shapes and units: q [Lq, H, D], k [Lk, H_kv, D], v [Lk, H_kv, Dv], sinks [H]; gives out [Lq, H, Dv] in q's dtype
+    (float64 where ``dtype`` is float64) and lse [H, Lq], the natural logarithm of the softmax denominator, -inf for
+    a row that sees no key and has no sink (its output is 0). ``dtype`` is what everything is computed in; None keeps
+    q's own, which is the "plain PyTorch in the same low precision" of the tolerance rule.
+
+    Raises: ValueError where H is no multiple of H_kv.
+
+    Source: chapter 01; Vaswani et al. 2017.
+    """
+    (q_len, num_heads, head_dim), (kv_len, num_kv_heads) = q.shape, k.shape[:2]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"q has {num_heads} heads and k {num_kv_heads}; the first must be a multiple of the second")
+    work = q.dtype if dtype is None else dtype
+    group = num_heads // num_kv_heads
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    queries = q.to(work).transpose(0, 1)  # [H, Lq, D]
+    keys = k.to(work).repeat_interleave(group, dim=1).transpose(0, 1)  # [H, Lk, D]
+    values = v.to(work).repeat_interleave(group, dim=1).transpose(0, 1)  # [H, Lk, Dv]
+    scores = queries @ keys.transpose(1, 2) * scale  # [H, Lq, Lk]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible_keys(q_len, kv_len, causal=causal, window_size=window_size, tree_mask=tree_mask, device=q.device)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    logits = scores
+    if sinks is not None:  # one more logit a head, in the denominator alone
+        sink = sinks.to(work).reshape(num_heads, 1, 1).expand(num_heads, q_len, 1)
+        logits = torch.cat([scores, sink], dim=2)
+    if logits.shape[2] == 0:
+        lse = torch.full((num_heads, q_len), float("-inf"), dtype=work, device=q.device)
+    else:
+        lse = torch.logsumexp(logits, dim=2)
+    safe = lse.masked_fill(lse == float("-inf"), 0.0)
+    weights = torch.exp(scores - safe[:, :, None])  # [H, Lq, Lk], all 0 where nothing is seen
+    out = (weights @ values).transpose(0, 1)
+    return (out if dtype == torch.float64 else out.to(q.dtype)), lse
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    dtype: torch.dtype | None = torch.float64,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The one attention signature of the book, over paged keys and values, one sequence at a time.
+
+    Shapes and units: q and the result [total_q, H, D]; k_cache, v_cache [num_blocks, block_size, H_kv, D];
+    block_table [B, max_blocks] int32; cu_seqlens_q [B + 1] int32; seqused_k [B] int32, tokens of each sequence in
+    the cache, the new ones included; sinks [H]; tree_mask [total_q] int64; lse [H, total_q] natural log.
+    ``max_seqlen_q`` and ``max_seqlen_k`` are bounds in tokens that this version does not need.
+
+    Raises: ValueError as ``attend_one``.
+
+    Source: chapter 02; vLLM's and FlashAttention's paged interface.
+    """
+    block_size = k_cache.shape[1]
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    num_heads, result_dtype = q.shape[1], torch.float64 if dtype == torch.float64 else q.dtype
+    result = torch.zeros(q.shape[0], num_heads, v_cache.shape[3], dtype=result_dtype, device=q.device)
+    lse = torch.full((num_heads, q.shape[0]), float("-inf"), dtype=torch.float64, device=q.device)
+    for b, kv_len in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        blocks = block_table[b, : -(-kv_len // block_size)].long()
+        keys = k_cache[blocks].flatten(0, 1)[:kv_len]
+        values = v_cache[blocks].flatten(0, 1)[:kv_len]
+        mask = None if tree_mask is None else tree_mask[rows]
+        result[rows], lse[:, rows] = attend_one(
+            q[rows], keys, values, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+            softcap=softcap, sinks=sinks, tree_mask=mask, dtype=dtype,
+        )  # fmt: skip
+    lse = lse if dtype == torch.float64 else lse.float()
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    dtype: torch.dtype | None = torch.float64,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The dense form: every sequence has the same length.
+
+    Shapes and units: q [B, Lq, H, D], k and v [B, Lk, H_kv, D]; gives [B, Lq, H, D] and lse [B, H, Lq].
+
+    Raises: ValueError as ``attend_one``.
+
+    Source: chapter 03; FlashAttention's ``flash_attn_func``.
+    """
+    options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sinks=sinks)
+    pairs = [attend_one(q[b], k[b], v[b], dtype=dtype, **options) for b in range(q.shape[0])]  # type: ignore[arg-type]
+    out = torch.stack([pair[0] for pair in pairs])
+    return (out, torch.stack([pair[1] for pair in pairs])) if return_lse else out
