@@ -1,0 +1,174 @@
+"""From logits to the next token: temperature, truncation, and randomness that depends on nothing but the request.
+
+A sampler has two halves. ``processed_probs`` turns logits into the distribution that is really sampled from;
+``sample`` draws from it with one uniform number, which is a hash of (seed, position, purpose). Nothing is left of a
+global generator: a request's text is the same alone, in a batch, or after it was preempted and resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request wants its tokens chosen.
+
+    Shapes and units: ``temperature`` 0 is greedy; ``top_k`` 0 keeps all tokens; ``top_p`` in (0, 1], 1 keeps all;
+    ``min_p`` in [0, 1], a fraction of the likeliest token's probability; ``seed`` any 64-bit integer; ``max_tokens``
+    new tokens at most, 0 or more; a token of ``stop_token_ids`` ends the text and is its last token.
+
+    Raises: ValueError naming the field out of range.
+
+    Source: chapter 01; vLLM's SamplingParams; Holtzman et al. 2020 (top-p).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k!r}; it must be an integer, 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be over 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 0:
+            raise ValueError(f"max_tokens is {self.max_tokens!r}; it must be an integer, 0 or more")
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64: every input bit moves every output bit."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def uniform(seed: int, position: int, purpose: str = "sample") -> float:
+    """A number in [0, 1) that depends on (seed, position, purpose) and on nothing else.
+
+    Shapes and units: ``position`` is the place in the sequence of the token being chosen; ``purpose`` keeps draws
+    for different ends at one position apart (a draft's own draw, its acceptance). Gives a multiple of 2**-53.
+
+    Source: chapter 01; Salmon et al. 2011 (counter-based generators), Steele et al. 2014 (SplitMix64).
+    """
+    tag = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+    x = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    x = _mix((x ^ position) + 0x9E3779B97F4A7C15 & _MASK)
+    x = _mix((x ^ tag) + 0x9E3779B97F4A7C15 & _MASK)
+    return (x >> 11) * 2.0**-53
+
+
+def check_logits(logits: Tensor, labels: Sequence[object]) -> None:
+    """Refuse logits [R, vocab] with a NaN, an infinity above, or a row that allows no token; name the row's label.
+
+    Raises: ValueError.  Source: chapter 01.
+    """
+    highest = logits.amax(dim=1)  # NaN spreads through amax
+    bad = (~torch.isfinite(highest)).nonzero().flatten().tolist()
+    if bad:
+        found = ", ".join(f"{labels[row]}: maximum {highest[row].item()}" for row in bad[:4])
+        raise ValueError(f"logits are not finite, so no token can be chosen ({found}); the model's output is broken")
+
+
+def processed_probs(logits: Tensor, params: SamplingParams | Sequence[SamplingParams]) -> Tensor:
+    """The distributions that ``sample`` draws from: temperature, then top-k, then top-p, then min-p, renormalised.
+
+    Shapes and units: logits [R, vocab]; one ``params`` for all rows or one each; gives [R, vocab] float32. A greedy
+    row is one-hot on its argmax (the lowest id among equals). top-k keeps tokens tied with the k-th; top-p keeps the
+    shortest run of likeliest tokens whose probability reaches p; one token always stays.
+
+    Raises: ValueError where the number of params is not the number of rows.
+
+    Source: chapter 01; the order of Hugging Face's logits processors.
+    """
+    rows = list(params) if isinstance(params, Sequence) else [params] * logits.shape[0]
+    if len(rows) != logits.shape[0]:
+        raise ValueError(f"params has {len(rows)} entries; logits have {logits.shape[0]} rows")
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    vocab = logits.shape[1]
+    greedy = torch.tensor([p.temperature == 0 for p in rows], device=logits.device)
+    scaled = logits.float() / column([p.temperature or 1.0 for p in rows])
+    if any(0 < p.top_k < vocab for p in rows):
+        ranks = torch.tensor([min(p.top_k or vocab, vocab) - 1 for p in rows], device=logits.device)[:, None]
+        kth = scaled.sort(dim=1, descending=True).values.gather(1, ranks)
+        scaled = scaled.masked_fill(scaled < kth, float("-inf"))
+    probs = scaled.softmax(dim=1)
+    if any(p.top_p < 1 for p in rows):
+        sorted_probs, order = probs.sort(dim=1, descending=True, stable=True)
+        before = sorted_probs.cumsum(dim=1) - sorted_probs  # probability of the tokens likelier than this one
+        cut = (before >= column([p.top_p for p in rows])) & (column([p.top_p for p in rows]) < 1)
+        cut[:, 0] = False
+        probs = probs.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), 0.0)
+        probs = probs / probs.sum(dim=1, keepdim=True)
+    if any(p.min_p > 0 for p in rows):
+        floor = column([p.min_p for p in rows]) * probs.amax(dim=1, keepdim=True)
+        probs = probs.masked_fill(probs < floor, 0.0)
+    probs = probs / probs.sum(dim=1, keepdim=True)
+    one_hot = torch.zeros_like(probs).scatter(1, logits.argmax(dim=1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], one_hot, probs)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert each row's cumulative distribution at its uniform number.
+
+    Shapes and units: probs [R, vocab], uniforms [R] in [0, 1); gives token ids [R] int64, each of positive
+    probability. The cumulative sums are float64.
+
+    Source: chapter 01.
+    """
+    cumulative = probs.double().cumsum(dim=1)
+    target = uniforms.double()[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    last = probs.shape[1] - 1 - (probs.flip(1) > 0).int().argmax(dim=1)
+    return torch.minimum(tokens, last)
+
+
+def sample(
+    logits: Tensor,
+    params: SamplingParams | Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    purpose: str = "sample",
+    labels: Sequence[object] | None = None,
+) -> list[int]:
+    """Choose one token a row.
+
+    Shapes and units: logits [R, vocab]; ``positions[r]`` is the place in its sequence of the token being chosen;
+    ``labels`` name the rows in an error. Gives R token ids.
+
+    Raises: ValueError for logits that are not finite, naming the row, and where lengths disagree.
+
+    Source: chapter 01.
+    """
+    if logits.shape[0] == 0:
+        return []
+    if len(positions) != logits.shape[0]:
+        raise ValueError(f"positions has {len(positions)} entries; logits have {logits.shape[0]} rows")
+    check_logits(logits, labels or [f"row {r}, position {p}" for r, p in enumerate(positions)])
+    rows = list(params) if isinstance(params, Sequence) else [params] * logits.shape[0]
+    if all(p.temperature == 0 for p in rows):
+        return logits.argmax(dim=1).tolist()
+    uniforms = [uniform(p.seed, position, purpose) for p, position in zip(rows, positions, strict=True)]
+    probs = processed_probs(logits, rows)
+    return draw(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)).tolist()
