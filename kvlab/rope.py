@@ -14,7 +14,8 @@ def frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int) -> tuple[Tens
     """Angular frequencies of the head_dim / 2 rotated pairs.
 
     Shapes and units: gives ([head_dim / 2] float32 in radians a token, a factor on cosine and sine). ``max_seq_len``
-    is the trained context in tokens; ``dynamic`` uses it as the length below which nothing is stretched.
+    is the trained context in tokens where ``rope.original_max_seq_len`` does not name it; ``dynamic`` stretches
+    nothing below it.
 
     Source: Su et al. 2021; Peng et al. 2023 (YaRN); Grattafiori et al. 2024 (Llama 3).
     """
@@ -88,7 +89,8 @@ class Rope:
     def __init__(self, config: ModelConfig) -> None:
         if config.head_dim % 2:
             raise ValueError(f"head_dim is {config.head_dim}; RoPE turns pairs, so it must be even")
-        self.rope, self.head_dim, self.trained = config.rope, config.head_dim, config.max_seq_len
+        self.rope, self.head_dim = config.rope, config.head_dim
+        self.trained = config.rope.original_max_seq_len or config.max_seq_len
         self.inv_freq, self.attention_factor = frequencies(config.rope, config.head_dim, config.max_seq_len)
 
     def table(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
