@@ -1,0 +1,26 @@
+"""Benchmarks: what a machine does, written down so that a chapter can draw it and a reader can repeat it.
+
+``python -m kvlab.bench NAME [--out FILE] [--peers] [--quick]`` runs the benchmark in ``kvlab/bench/NAME.py``, prints a
+table and writes records. A new benchmark is a new file here with a function ``run(session)`` that yields records.
+Nothing here is tested for its speed: a benchmark reports, it does not judge.
+"""
+
+from __future__ import annotations
+
+from kvlab.bench._record import FIELDS, Record, load, save, table
+from kvlab.bench._session import Session, names
+from kvlab.bench._timing import Timing, l2_bytes, measure, rotations
+
+__all__ = [
+    "FIELDS",
+    "Record",
+    "Session",
+    "Timing",
+    "l2_bytes",
+    "load",
+    "measure",
+    "names",
+    "rotations",
+    "save",
+    "table",
+]

@@ -1,0 +1,46 @@
+"""``python -m kvlab.bench NAME``: run one benchmark, print its table, write its records."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from kvlab.bench import Session, names, save, table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that the arguments name; gives the exit status (0, or 1 where nothing was measured).
+
+    Source: chapter 00.
+    """
+    known = names()
+    about = {name: (importlib.import_module(f"kvlab.bench.{name}").__doc__ or "").splitlines()[0] for name in known}
+    parser = argparse.ArgumentParser(
+        prog="python -m kvlab.bench", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measure this machine and print a table.",
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<12}{text}" for name, text in about.items()),
+    )  # fmt: skip
+    parser.add_argument("name", choices=known, metavar="NAME", help="which benchmark: " + ", ".join(known))
+    parser.add_argument("--out", metavar="FILE", help="write the records there, as a JSON list")
+    parser.add_argument("--peers", action="store_true", help="measure other libraries too, where they are installed")
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes that exercise everything")
+    parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
+    options = parser.parse_args(argv)
+
+    session = Session(options.device, quick=options.quick, peers=options.peers)
+    records = []
+    try:
+        for record in importlib.import_module(f"kvlab.bench.{options.name}").run(session):
+            records.append(record)
+            session.note(f"  {record.bench} {record.impl}: {record.value:.4g} {record.unit}")
+    finally:  # an interrupted run keeps what it has measured
+        print(table(records))
+        if options.out:
+            save(records, options.out)
+    return 0 if records else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
