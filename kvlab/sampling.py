@@ -108,7 +108,9 @@ def processed_probs(logits: Tensor, params: SamplingParams | Sequence[SamplingPa
 
     vocab = logits.shape[1]
     greedy = torch.tensor([p.temperature == 0 for p in rows], device=logits.device)
-    scaled = logits.float() / column([p.temperature or 1.0 for p in rows])
+    limits = torch.finfo(torch.float32)  # the highest logit becomes 0, so no temperature can make a row overflow
+    temperature = column([min(max(p.temperature or 1.0, limits.tiny), limits.max) for p in rows])
+    scaled = (logits.float() - logits.float().amax(dim=1, keepdim=True)) / temperature
     if any(0 < p.top_k < vocab for p in rows):
         ranks = torch.tensor([min(p.top_k or vocab, vocab) - 1 for p in rows], device=logits.device)[:, None]
         kth = scaled.sort(dim=1, descending=True).values.gather(1, ranks)
@@ -165,8 +167,12 @@ def sample(
         return []
     if len(positions) != logits.shape[0]:
         raise ValueError(f"positions has {len(positions)} entries; logits have {logits.shape[0]} rows")
-    check_logits(logits, labels or [f"row {r}, position {p}" for r, p in enumerate(positions)])
     rows = list(params) if isinstance(params, Sequence) else [params] * logits.shape[0]
+    if len(rows) != logits.shape[0]:
+        raise ValueError(f"params has {len(rows)} entries; logits have {logits.shape[0]} rows")
+    if labels is not None and len(labels) != logits.shape[0]:
+        raise ValueError(f"labels has {len(labels)} entries; logits have {logits.shape[0]} rows")
+    check_logits(logits, labels or [f"row {r}, position {p}" for r, p in enumerate(positions)])
     if all(p.temperature == 0 for p in rows):
         return logits.argmax(dim=1).tolist()
     uniforms = [uniform(p.seed, position, purpose) for p, position in zip(rows, positions, strict=True)]
