@@ -7,15 +7,19 @@ chapter replace the storage, or the kernel, and leave the model alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvlab import reference
 from kvlab.batch import Batch
 from kvlab.config import ModelConfig
+
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class CacheFull(RuntimeError):
@@ -130,6 +134,8 @@ class NoCache:
             raise ValueError("NoCache attends only to the k and v of the batch it was last prepared for")
         window = self.config.window_size(layer)
         q_lens = batch.q_lens
+        if q.shape[0] == 0:
+            return torch.empty_like(q)
         if len(set(q_lens)) == 1 and window == (-1, -1) and batch.tree_mask is None:
             return _equal_lengths(q, k, v, len(q_lens))
         outs = []
@@ -137,7 +143,7 @@ class NoCache:
             mask = None if batch.tree_mask is None else batch.tree_mask[rows]
             out, _ = reference.attend_one(q[rows], k[rows], v[rows], window_size=window, tree_mask=mask, dtype=None)
             outs.append(out)
-        return torch.cat(outs) if outs else torch.empty_like(q)
+        return torch.cat(outs)
 
     def length(self, seq_id: int) -> int:
         """Always 0 tokens. Source: chapter 01."""
@@ -166,7 +172,11 @@ def _equal_lengths(q: Tensor, k: Tensor, v: Tensor, num_seqs: int) -> Tensor:
     def heads_first(x: Tensor) -> Tensor:
         return x.reshape(num_seqs, -1, *x.shape[1:]).transpose(1, 2)
 
-    out = functional.scaled_dot_product_attention(
-        heads_first(q), heads_first(k), heads_first(v), is_causal=True, enable_gqa=True
-    )
+    # cuDNN's attention builds a plan for every new length, some 60 ms each: fine for training, where lengths repeat,
+    # and ruinous for recomputing a text that is one token longer every step.
+    growing = q.is_cuda and not torch.is_grad_enabled()
+    with sdpa_kernel(_WITHOUT_PLANS) if growing else nullcontext():
+        out = functional.scaled_dot_product_attention(
+            heads_first(q), heads_first(k), heads_first(v), is_causal=True, enable_gqa=True
+        )
     return out.transpose(1, 2).reshape(q.shape)

@@ -93,12 +93,12 @@ def attend_one(
     if sinks is not None:  # one more logit a head, in the denominator alone
         sink = sinks.to(work).reshape(num_heads, 1, 1).expand(num_heads, q_len, 1)
         logits = torch.cat([scores, sink], dim=2)
+    wide = logits if work == torch.float64 else logits.float()
     if logits.shape[2] == 0:
-        lse = torch.full((num_heads, q_len), float("-inf"), dtype=work, device=q.device)
+        lse = torch.full((num_heads, q_len), float("-inf"), dtype=wide.dtype, device=q.device)
     else:
-        lse = torch.logsumexp(logits, dim=2)
-    safe = lse.masked_fill(lse == float("-inf"), 0.0)
-    weights = torch.exp(scores - safe[:, :, None])  # [H, Lq, Lk], all 0 where nothing is seen
+        lse = torch.logsumexp(wide, dim=2)
+    weights = torch.softmax(logits, dim=2)[:, :, :kv_len].masked_fill(~seen, 0.0)  # a row that sees nothing: all 0
     out = (weights @ values).transpose(0, 1)
     return (out if dtype == torch.float64 else out.to(q.dtype)), lse
 
@@ -130,7 +130,8 @@ def attention(
     the cache, the new ones included; sinks [H]; tree_mask [total_q] int64; lse [H, total_q] natural log.
     ``max_seqlen_q`` and ``max_seqlen_k`` are bounds in tokens that this version does not need.
 
-    Raises: ValueError as ``attend_one``.
+    Raises: ValueError as ``attend_one``, and where a sequence has more tokens than its row of the table has pages, or
+    a page it needs is -1.
 
     Source: chapter 02; vLLM's and FlashAttention's paged interface.
     """
@@ -142,6 +143,11 @@ def attention(
     for b, kv_len in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         blocks = block_table[b, : -(-kv_len // block_size)].long()
+        if kv_len > blocks.numel() * block_size or (blocks < 0).any():
+            raise ValueError(
+                f"block_table[{b}] begins {blocks.tolist()}; {kv_len} tokens need {-(-kv_len // block_size)} pages of "
+                f"{block_size}, none of them -1"
+            )
         keys = k_cache[blocks].flatten(0, 1)[:kv_len]
         values = v_cache[blocks].flatten(0, 1)[:kv_len]
         mask = None if tree_mask is None else tree_mask[rows]
@@ -176,7 +182,12 @@ def flash_attn_func(
 
     Source: chapter 03; FlashAttention's ``flash_attn_func``.
     """
-    options = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sinks=sinks)
-    pairs = [attend_one(q[b], k[b], v[b], dtype=dtype, **options) for b in range(q.shape[0])]  # type: ignore[arg-type]
+    pairs = [
+        attend_one(
+            q[b], k[b], v[b], softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            sinks=sinks, dtype=dtype,
+        )
+        for b in range(q.shape[0])
+    ]  # fmt: skip
     out = torch.stack([pair[0] for pair in pairs])
     return (out, torch.stack([pair[1] for pair in pairs])) if return_lse else out

@@ -34,7 +34,7 @@ class _NoTriton:
 
         def __init__(self, fn: Callable[..., Any]) -> None:
             self.fn = fn
-            functools.update_wrapper(self, fn)
+            functools.update_wrapper(self, fn)  # type: ignore[arg-type]
 
         def __getitem__(self, grid: Any) -> Callable[..., Any]:
             raise RuntimeError(f"{self.fn.__name__} cannot be launched: triton is not installed on this machine")
@@ -61,12 +61,17 @@ class _NoTriton:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _NoTriton()
 
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        raise RuntimeError("a kernel cannot be launched: triton is not installed on this machine")
+
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+    # How triton was loaded, not what the variable says now: its own library is decorated at import, and a variable
+    # that changed since leaves kernels of one kind that call a library of the other.
+    INTERPRET: bool = type(tl.sum).__name__ == "InterpretedFunction"
 else:
     triton = tl = _NoTriton()  # type: ignore[assignment]
     INTERPRET = False
@@ -86,7 +91,11 @@ def can_launch(on: torch.device | str | None = None) -> bool:
 
     Source: chapter 02."""
     kind = device().type if on is None else torch.device(on).type
-    return HAS_TRITON and (INTERPRET or kind == "cuda")
+    return HAS_TRITON and not _changed_too_late() and (INTERPRET or kind == "cuda")
+
+
+def _changed_too_late() -> bool:
+    return bool(triton.knobs.runtime.interpret) != INTERPRET
 
 
 def require_launch(name: str, on: torch.device | str | None = None) -> None:
@@ -98,6 +107,11 @@ def require_launch(name: str, on: torch.device | str | None = None) -> None:
         return
     if not HAS_TRITON:
         why = "triton is not installed; use impl='torch'"
+    elif _changed_too_late():
+        why = (
+            f"TRITON_INTERPRET became {os.environ.get('TRITON_INTERPRET', 'unset')} after triton was imported, which "
+            "is too late; restart and import kvlab first (or set it before Python starts), or use impl='torch'"
+        )
     elif HAS_GPU:
         why = "its tensors are on the CPU and this machine has a GPU; move them there, or use impl='torch'"
     elif _TRITON_WAS_LOADED:
@@ -136,7 +150,7 @@ class Counted:
         inner = fn
         while hasattr(inner, "fn"):
             inner = inner.fn
-        functools.update_wrapper(self, inner, updated=())
+        functools.update_wrapper(self, inner, updated=())  # type: ignore[arg-type]
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -216,7 +230,8 @@ def require_no_grad(*tensors: Tensor | None) -> None:
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError(
-            "a tensor requires grad and this kernel has no backward pass; use torch.inference_mode(), or NoCache to train"
+            "a tensor requires grad and this kernel has no backward pass; use torch.inference_mode(), "
+            "or NoCache to train"
         )
 
 
