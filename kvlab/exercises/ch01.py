@@ -119,7 +119,10 @@ def chunk_attention(function: Callable[..., Any]) -> None:
         kv_heads, group = rng.randint(1, 2), rng.choice([1, 3])
         q = torch.randn(past + new, kv_heads * group, size)
         k, v = torch.randn(2, past + new, kv_heads, size)
-        turned_q, turned_k = rotate(q, cos[: past + new], sin[: past + new]), rotate(k, cos[: past + new], sin[: past + new])
+        turned_q, turned_k = (
+            rotate(q, cos[: past + new], sin[: past + new]),
+            rotate(k, cos[: past + new], sin[: past + new]),
+        )
         k_row, v_row = torch.full((2, slots, kv_heads, size), float("nan"))
         k_row[:past], v_row[:past] = turned_k[:past], v[:past]
         expected, _ = reference.attend_one(turned_q[past:], turned_k, v)
