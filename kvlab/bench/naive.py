@@ -7,9 +7,10 @@ Weights are random: speed does not depend on them. Keys and values of a long con
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from kvlab import config as configs
 from kvlab.batch import Batch
@@ -25,9 +26,9 @@ from kvlab.sampling import SamplingParams
 def run(session: Session) -> Iterator[Record]:
     """Decode step against context and batch, total time of a text, memory of a step.
 
-    Shapes and units: ``naive.step`` ms at B sequences of L tokens each; ``naive.total`` seconds for N new tokens
-    after a prompt of ``prompt`` tokens; ``naive.memory`` bytes a step takes beside weights and cache. The clock is
-    the wall's: Python's share of a step is part of it.
+    Shapes and units: ``naive.step`` ms at B sequences of L tokens each, by the wall's clock, which holds Python's share
+    of a step; ``naive.device`` the same forward pass replayed from a CUDA graph, the GPU's share alone; ``naive.total`` seconds for N new tokens
+    after a prompt of ``prompt`` tokens; ``naive.memory`` bytes a step takes beside weights and cache.
 
     Source: chapter 01.
     """
@@ -36,7 +37,7 @@ def run(session: Session) -> Iterator[Record]:
         models = ["stdlib-1m"]
     elif session.on_gpu:
         lengths, batches, batch_lengths = [2**e for e in range(7, 15)], [2**e for e in range(7)], [1024, 8192]
-        models, total = ["llama-3.2-1b", "stdlib-7m"], 2048
+        models, total = ["llama-3.2-1b", "stdlib-7m"], 1024
     else:
         lengths, batches, batch_lengths, total = [2**e for e in range(5, 11)], [1, 2, 4, 8], [128, 512], 256
         models = ["stdlib-7m"]
@@ -64,33 +65,45 @@ def filled(config: ModelConfig, num_seqs: int, length: int, dtype: torch.dtype, 
     return cache
 
 
-def _cached_step(model: Decoder, cache: NaiveCache, num_seqs: int, length: int) -> Callable[[int], object]:
-    def step(i: int) -> list[int]:
-        ids = list(range(num_seqs))
-        batch = Batch.build(ids, [[1]] * num_seqs, [length] * num_seqs, device=model.device)
-        tokens = model(batch, cache).argmax(1).tolist()
-        for seq_id in ids:
-            cache.truncate(seq_id, length)
-        return tokens
+class Step:
+    """One decode step of B sequences of L tokens, undone afterwards: ``build`` its batch, run ``forward``, choose.
 
-    return step
+    Shapes and units: as ``Batch`` and ``Decoder``.
+
+    Source: chapter 01.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, num_seqs: int, length: int) -> None:
+        self.model, self.cache, self.ids = model, cache, list(range(num_seqs))
+        self.past = length if isinstance(cache, NaiveCache) else 0
+        self.new = [[1] * (length + 1 - self.past)] * num_seqs
+
+    def build(self) -> Batch:
+        """The batch of the step. Source: chapter 01."""
+        return Batch.build(self.ids, self.new, [self.past] * len(self.ids), device=self.model.device)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [B, vocab]; the cache is left as it was. Source: chapter 01."""
+        logits = self.model(batch, self.cache)
+        for seq_id in self.ids:
+            self.cache.truncate(seq_id, self.past)
+        return logits
+
+    def __call__(self, i: int = 0) -> list[int]:
+        """The whole step: B token ids. Source: chapter 01."""
+        return self.forward(self.build()).argmax(1).tolist()
 
 
-def _recomputed_step(model: Decoder, length: int) -> Callable[[int], object]:
-    cache, text = NoCache(model.config), [1] * (length + 1)
-
-    def step(i: int) -> list[int]:
-        return model(Batch.build([0], [text], [0], device=model.device), cache).argmax(1).tolist()
-
-    return step
-
-
-def _timed(session: Session, model: Decoder, impl: str, step: Callable[[int], object], b: int, length: int):
+def _timed(session: Session, model: Decoder, cache: KVCache, b: int, length: int) -> Iterator[Record]:
+    step, impl = Step(model, cache, b, length), type(cache).__name__
     shape: dict[str, int | float | str] = {"model": model.config.name, "B": b, "L": length}
     with torch.inference_mode():
-        timing = measure(step, device=session.device, seconds=0.4, min_count=3, max_count=40, host=True)
+        timing = measure(step, device=session.device, seconds=0.3, min_count=3, max_count=40, host=True)
         yield session.record("naive.step", impl, timing.ms, "ms", shape=shape, dtype=model.dtype, timing=timing)
         if session.on_gpu:
+            batch = step.build()
+            device = measure(lambda i: step.forward(batch), device=session.device, seconds=0.1, min_count=3, graph=1)
+            yield session.record("naive.device", impl, device.ms, "ms", shape=shape, dtype=model.dtype, timing=device)
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
@@ -101,9 +114,9 @@ def _timed(session: Session, model: Decoder, impl: str, step: Callable[[int], ob
 
 def _steps(session: Session, model: Decoder, lengths: list[int]) -> Iterator[Record]:
     for length in lengths:
-        yield from _timed(session, model, "NoCache", _recomputed_step(model, length), 1, length)
+        yield from _timed(session, model, NoCache(model.config), 1, length)
         cache = filled(model.config, 1, length, model.dtype, session.device)
-        yield from _timed(session, model, "NaiveCache", _cached_step(model, cache, 1, length), 1, length)
+        yield from _timed(session, model, cache, 1, length)
 
 
 def _batches(session: Session, model: Decoder, batches: list[int], lengths: list[int]) -> Iterator[Record]:
@@ -116,11 +129,11 @@ def _batches(session: Session, model: Decoder, batches: list[int], lengths: list
             except MemoryError as error:
                 session.note(f"  naive.step B={b} L={length}: skipped, {error}")
                 break
-            yield from _timed(session, model, "NaiveCache", _cached_step(model, cache, b, length), b, length)
+            yield from _timed(session, model, cache, b, length)
             del cache
 
 
-def _totals(session: Session, model: Decoder, total: int, limit_s: float = 25.0) -> Iterator[Record]:
+def _totals(session: Session, model: Decoder, total: int, limit_s: float = 15.0) -> Iterator[Record]:
     """The wall time of generating 1, 2, 4, ... tokens in one go; stops after ``limit_s`` seconds."""
     prompt = [1] * 8
     ways: list[tuple[str, KVCache]] = [
