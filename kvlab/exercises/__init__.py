@@ -1,0 +1,319 @@
+"""Exercises: ``check("02.1", answer)`` says "not yet", "right", or precisely what is wrong.
+
+The checkers of chapter NN are in ``chNN.py`` beside this file, loaded when one of them is first asked for. A checker
+takes the answer, returns nothing where it is right, and raises ``ExerciseError`` where it is not::
+
+    @checker("02.1")
+    def pages(function):
+        for tokens in (0, 1, 15, 16, 17):
+            near(function(tokens, 16), -(-tokens // 16), what=f"pages({tokens}, 16)")
+
+It tests properties on inputs drawn anew, never stored outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import math
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Checker = Callable[[Any], None]
+
+_CHECKERS: dict[str, Checker] = {}
+
+
+class ExerciseError(AssertionError):
+    """An answer is wrong; the message says what about it. Source: each chapter's exercises."""
+
+
+class _NotYet(Exception):
+    """A stub returned ``...``."""
+
+
+def checker(exercise: str) -> Callable[[Checker], Checker]:
+    """Register the decorated function as the checker of an exercise such as "02.1".
+
+    Raises: ValueError where the id is not two digits, a dot and a number, or has a checker already.
+
+    Source: CONTRIBUTING.md.
+    """
+    chapter, _, number = exercise.partition(".")
+    if not (number.isdigit() and chapter[:2].isdigit() and chapter.isalnum()):
+        raise ValueError(f"exercise is {exercise!r}; it must be a chapter and a number, such as '02.1'")
+
+    def register(function: Checker) -> Checker:
+        known = _CHECKERS.get(exercise)
+        if known is not None and (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
+            raise ValueError(f"exercise {exercise} has a checker already: {known.__module__}.{known.__qualname__}")
+        _CHECKERS[exercise] = function
+        return function
+
+    return register
+
+
+def exercises(chapter: str) -> list[str]:
+    """The ids of a chapter's exercises, in order; ``chapter`` is its number, such as "02".
+
+    Raises: ValueError where the chapter has no exercises.
+
+    Source: CONTRIBUTING.md.
+    """
+    name = f"kvlab.exercises.ch{chapter}"
+    if chapter.isalnum() and importlib.util.find_spec(name) is not None:
+        importlib.import_module(name)
+    found = sorted((e for e in _CHECKERS if e.split(".")[0] == chapter), key=lambda e: int(e.split(".")[1]))
+    if not found:
+        raise ValueError(f"chapter {chapter!r} has no exercises; ids look like '02.1'")
+    return found
+
+
+def outcome(exercise: str, answer: Any) -> str:
+    """Judge an answer: "right", or "not yet" where it is or returns ``...``.
+
+    Raises: ExerciseError where the answer is wrong or fails; ValueError for an unknown exercise.
+
+    Source: each chapter's exercises.
+    """
+    if not isinstance(exercise, str):
+        raise ValueError(f"exercise is {exercise!r}; it must be a string such as '02.1'")
+    known = exercises(exercise.split(".")[0])
+    if exercise not in known:
+        raise ValueError(f"there is no exercise {exercise!r}; this chapter has {', '.join(known)}")
+    if _unsolved(answer):
+        return "not yet"
+    try:
+        _CHECKERS[exercise](_guarded(answer))
+    except _NotYet:
+        return "not yet"
+    except ExerciseError as error:
+        raise ExerciseError(f"{exercise}: {error}") from error.__cause__
+    except Exception as error:
+        raise ExerciseError(f"{exercise}: the answer could not be used: {_described(error)}") from error
+    return "right"
+
+
+def check(exercise: str, answer: Any) -> None:
+    """Print "right" or "not yet" for an answer to an exercise.
+
+    Shapes and units: ``answer`` is what the exercise asks for: a number, a tensor, a function or a kernel. ``...``,
+    something that holds it, or a function that returns it is a stub not yet filled in.
+
+    Raises: ExerciseError that says what is wrong; ValueError for an unknown exercise.
+
+    Source: each chapter's exercises.
+    """
+    print(f"{exercise}: {outcome(exercise, answer)}")
+
+
+def assert_refuses(exercise: str, wrong_answers: Sequence[Any]) -> None:
+    """For tests: assert that an exercise's checker refuses each of at least two wrong answers, and says why.
+
+    Raises: AssertionError naming the first answer that is let through; ValueError for fewer than two.
+
+    Source: CONTRIBUTING.md.
+    """
+    if len(wrong_answers) < 2:
+        raise ValueError(f"wrong_answers has {len(wrong_answers)} entries; show at least two to be refused")
+    for i, wrong in enumerate(wrong_answers):
+        name = getattr(wrong, "__name__", repr(wrong))
+        try:
+            result = outcome(exercise, wrong)
+        except ExerciseError as error:
+            if len(str(error)) < len(exercise) + 10:
+                raise AssertionError(f"wrong answer {i} ({name}) is refused without a reason: {error}") from None
+        else:
+            raise AssertionError(f"exercise {exercise} says {result!r} to wrong answer {i} ({name})")
+
+
+# --- what checkers are made of -------------------------------------------------------------------------------------
+
+
+def number(value: Any, what: str = "the answer") -> float | int:
+    """``value`` as a plain finite number; a tensor or array of one element is taken for its element.
+
+    Raises: ExerciseError for NaN, infinity, a boolean, ``None``, text or anything else that is no number.
+
+    Source: CONTRIBUTING.md.
+    """
+    if hasattr(value, "item") and not isinstance(value, int | float):
+        size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+        if size != 1:
+            raise ExerciseError(f"{what} has {size} elements; it must be one number")
+        value = value.item()
+    if isinstance(value, bool):
+        raise ExerciseError(f"{what} is {value}, a boolean; it must be a number")
+    if not isinstance(value, int | float):
+        raise ExerciseError(f"{what} is {_short(value)}, of type {type(value).__name__}; it must be a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ExerciseError(f"{what} is {value}; it must be a finite number")
+    return value
+
+
+def near(value: Any, expected: float, rel: float = 1e-6, what: str = "the answer") -> None:
+    """Accept a number within a relative distance of the expected one; an expected 0 must be met to 1e-9.
+
+    Raises: ExerciseError that says whether the value is no number, too large or too small, and by what factor.
+
+    Source: CONTRIBUTING.md.
+    """
+    if not rel >= 0:
+        raise ValueError(f"rel is {rel}; it must be 0 or more")
+    got = number(value, what)
+    if abs(got - expected) <= (rel * abs(expected) if expected else 1e-9):
+        return
+    if expected == 0:
+        raise ExerciseError(f"{what} is {_number(got)}; it must be 0")
+    if got == 0:
+        raise ExerciseError(f"{what} is 0, and should not be")
+    if (got < 0) != (expected < 0):
+        raise ExerciseError(f"{what} is {_number(got)}: its sign is wrong")
+    ratio = got / expected
+    size = "too large" if ratio > 1 else "too small"
+    factor = max(ratio, 1 / ratio)
+    by = f"by {factor - 1:.3%}" if factor < 1.1 else f"by a factor of {factor:.4g}"
+    raise ExerciseError(f"{what} is {_number(got)}: {size} {by}")
+
+
+def whole(value: Any, expected: int, what: str = "the answer") -> None:
+    """Accept exactly the expected whole number, as an int.
+
+    Raises: ExerciseError that says whether it is no whole number, too large or too small.
+
+    Source: CONTRIBUTING.md.
+    """
+    got = number(value, what)
+    if got != int(got):
+        raise ExerciseError(f"{what} is {_number(got)}; it must be a whole number")
+    if got != expected:
+        raise ExerciseError(f"{what} is {_number(got)}: too {'large' if got > expected else 'small'}")
+
+
+def close(value: Any, expected: Tensor, *, rel: float = 1e-4, what: str = "the answer") -> None:
+    """Accept a tensor of the expected one's shape whose largest error is within ``rel`` of its largest element.
+
+    Shapes and units: ``expected`` of any shape, floating or integer; infinities must stand in the same places.
+
+    Raises: ExerciseError that names a wrong type, shape, NaN or the place of the largest error.
+
+    Source: CONTRIBUTING.md.
+    """
+    if not isinstance(value, Tensor):
+        raise ExerciseError(f"{what} is of type {type(value).__name__}; it must be a tensor")
+    if tuple(value.shape) != tuple(expected.shape):
+        raise ExerciseError(f"{what} has shape {list(value.shape)}; it must be {list(expected.shape)}")
+    if value.dtype == torch.bool and expected.dtype != torch.bool:
+        raise ExerciseError(f"{what} holds booleans; it must hold {expected.dtype}")
+    got, want = value.detach().cpu().double(), expected.detach().cpu().double()
+    if got.numel() == 0:
+        return
+    if bool(got.isnan().any()):
+        raise ExerciseError(f"{what} is NaN at {_place(got.isnan())}")
+    infinite = want.isinf() | got.isinf()
+    if not torch.equal(got[infinite], want[infinite]):
+        wrong = infinite & (got != want)
+        raise ExerciseError(f"{what} is {got[wrong][0].item():g} at {_place(wrong)}; it must be {want[wrong][0].item():g}")
+    error = torch.where(infinite, torch.zeros_like(got), (got - want).abs())
+    scale = float(torch.where(infinite, torch.zeros_like(want), want.abs()).max())
+    worst = float(error.max())
+    if worst > rel * max(scale, 1e-12):
+        at = _place(error == worst)
+        raise ExerciseError(f"{what} is off by {worst:.3g} at {at} (the largest element is {scale:.3g})")
+
+
+def same_function(
+    function: Callable[..., Any], reference: Callable[..., Any], inputs: Iterable[tuple[Any, ...]], *, rel: float = 1e-6
+) -> None:
+    """Accept a function that gives what a reference gives on each of the inputs, which are hidden and drawn anew.
+
+    Shapes and units: ``inputs`` yields tuples of arguments; each function gets a copy of its own. Numbers and tensors
+    are compared within ``rel``, lists, tuples and dicts element by element, everything else by equality.
+
+    Raises: ExerciseError that names the arguments of the first difference.
+
+    Source: CONTRIBUTING.md.
+    """
+    name = getattr(function, "__name__", "the function")
+    for args in inputs:
+        expected = reference(*copy.deepcopy(args))
+        shown = ", ".join(_short(a) for a in args)
+        _same(function(*copy.deepcopy(args)), expected, rel, f"{name}({shown})")
+
+
+def _same(value: Any, expected: Any, rel: float, what: str) -> None:
+    if isinstance(expected, Tensor) and expected.ndim:
+        close(value, expected, rel=rel, what=what)
+    elif isinstance(expected, bool) or expected is None or isinstance(expected, str):
+        if type(value) is not type(expected) or value != expected:
+            raise ExerciseError(f"{what} is {_short(value)}; it must be {_short(expected)}")
+    elif isinstance(expected, int | float | Tensor):
+        near(value, float(expected) if isinstance(expected, Tensor) else expected, rel, what)
+    elif isinstance(expected, list | tuple):
+        if not isinstance(value, list | tuple) or len(value) != len(expected):
+            raise ExerciseError(f"{what} is {_short(value)}; it must be a list of {len(expected)}")
+        for i, (a, b) in enumerate(zip(value, expected, strict=True)):
+            _same(a, b, rel, f"{what}[{i}]")
+    elif isinstance(expected, dict):
+        if not isinstance(value, dict) or set(value) != set(expected):
+            raise ExerciseError(f"{what} is {_short(value)}; its keys must be {sorted(map(str, expected))}")
+        for key in expected:
+            _same(value[key], expected[key], rel, f"{what}[{key!r}]")
+    elif value != expected:
+        raise ExerciseError(f"{what} is {_short(value)}; it must be {_short(expected)}")
+
+
+def _unsolved(answer: Any) -> bool:
+    if answer is ...:
+        return True
+    if isinstance(answer, dict):
+        return any(_unsolved(v) for v in answer.values())
+    return isinstance(answer, list | tuple | set) and any(_unsolved(v) for v in answer)
+
+
+def _guarded(answer: Any) -> Any:
+    """A plain function whose failures are reported as its own, and whose ``...`` means that it is a stub."""
+    if not isinstance(answer, types.FunctionType | types.MethodType | functools.partial):
+        return answer
+    name = getattr(answer, "__name__", "the function")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = answer(*args, **kwargs)
+        except (ExerciseError, _NotYet):
+            raise
+        except Exception as error:
+            shown = ", ".join([*map(_short, args), *(f"{k}={_short(v)}" for k, v in kwargs.items())])
+            raise ExerciseError(f"{name}({shown}) raised {_described(error)}") from error
+        if _unsolved(result):
+            raise _NotYet
+        return result
+
+    return functools.wraps(answer)(call) if hasattr(answer, "__name__") else call
+
+
+def _described(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def _place(where: Tensor) -> str:
+    return str(where.nonzero()[0].tolist()) if where.ndim else "its one element"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}" if value.numel() > 8 else f"tensor({value.tolist()})"
+    name = getattr(value, "name", None)
+    text = name if isinstance(name, str) and not isinstance(value, type) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
