@@ -78,10 +78,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
         """x [T, d] to [T, d]; k and v of the T tokens go into the cache. Source: chapter 01."""
-        heads = (x.shape[0], -1, self.head_dim)
-        q = self.ops.rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)  # [T, H, D]
-        k = self.ops.rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)  # [T, H_kv, D]
-        v = self.v_proj(x).view(heads)
+        heads = (-1, self.head_dim)
+        q = self.ops.rotate(self.q_norm(self.q_proj(x).unflatten(1, heads)), cos, sin)  # [T, H, D]
+        k = self.ops.rotate(self.k_norm(self.k_proj(x).unflatten(1, heads)), cos, sin)  # [T, H_kv, D]
+        v = self.v_proj(x).unflatten(1, heads)
         return self.o_proj(cache.attend(self.layer, q, k, v).flatten(1))
 
 

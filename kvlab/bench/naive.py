@@ -26,9 +26,11 @@ from kvlab.sampling import SamplingParams
 def run(session: Session) -> Iterator[Record]:
     """Decode step against context and batch, total time of a text, memory of a step.
 
-    Shapes and units: ``naive.step`` ms at B sequences of L tokens each, by the wall's clock, which holds Python's share
-    of a step; ``naive.device`` the same forward pass replayed from a CUDA graph, the GPU's share alone; ``naive.total`` seconds for N new tokens
-    after a prompt of ``prompt`` tokens; ``naive.memory`` bytes a step takes beside weights and cache.
+    Shapes and units:
+        naive.step      ms of a decode step at B sequences of L tokens each, by the wall's clock: Python's share is in it
+        naive.device    ms of the same forward pass replayed from a CUDA graph: the GPU's share alone
+        naive.memory    bytes that a step takes beside weights and cache
+        naive.total     seconds for N new tokens after a prompt of ``prompt`` tokens
 
     Source: chapter 01.
     """
