@@ -113,7 +113,7 @@ def tokenize(texts: dict[str, str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Token ids (uint16) of each file, after an end-of-text token. Source: kvlab.zoo."""
     start = tokenizer.token_to_id(corpora.END_OF_TEXT)
     values = list(texts.values())
-    encoded = (e.ids for i in range(0, len(values), 256) for e in tokenizer.encode_batch(values[i : i + 256]))
+    encoded = (e.ids for i in range(0, len(values), 256) for e in tokenizer.encode_batch_fast(values[i : i + 256]))
     return [np.array([start, *ids], dtype=np.uint16) for ids in encoded]
 
 
