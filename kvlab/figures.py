@@ -1,0 +1,461 @@
+"""Figures in one style, each with alt text; records of measurements, read from ``book/measured/``.
+
+Every figure is drawn on its own light card, in colours that people with any kind of colour vision can tell apart (Okabe
+and Ito's) and whose line styles survive a black-and-white print, so that it can be read on light and dark pages alike.
+matplotlib is imported when the first figure is made, not before.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab import display
+from kvlab.display import markdown as markdown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#B8A800")
+INK, CARD, EMPTY = "#222222", "#fcfcfc", "#e9e9e9"
+DPI = 110
+
+_MEASURED: Path | None = Path(__file__).resolve().parent.parent / "book" / "measured"
+
+
+@functools.cache
+def style() -> None:
+    """Set matplotlib's defaults to the book's style, for this process; ``figure`` does so by itself.
+
+    Source: Okabe and Ito 2008 (the colours).
+    """
+    import matplotlib
+    from cycler import cycler
+
+    matplotlib.rcParams.update(
+        {
+            "axes.axisbelow": True,
+            "axes.edgecolor": "#666666",
+            "axes.facecolor": CARD,
+            "axes.grid": True,
+            "axes.labelcolor": INK,
+            "axes.prop_cycle": cycler(color=COLORS),
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 10,
+            "figure.dpi": DPI,
+            "figure.facecolor": CARD,
+            "font.family": "DejaVu Sans",  # ships with matplotlib: figures look the same everywhere
+            "font.size": 9,
+            "grid.color": "#dddddd",
+            "grid.linewidth": 0.6,
+            "image.cmap": "cividis",
+            "legend.fontsize": 8,
+            "legend.framealpha": 0.9,
+            "lines.linewidth": 1.6,
+            "lines.markersize": 4.5,
+            "savefig.facecolor": CARD,
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+        }
+    )
+
+
+def figure(width: float = 6.4, height: float = 3.6, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """A new figure in the book's style.
+
+    Shapes and units: width and height in inches (110 pixels each); gives the figure and its Axes: one, or an array
+    [columns] or [rows] where there is one row or column, or [rows, columns].
+
+    Raises: ValueError for a size or count that is not positive.
+
+    Source: CONTRIBUTING.md.
+    """
+    if not (width > 0 and height > 0 and rows > 0 and columns > 0):
+        raise ValueError(f"width {width}, height {height}, rows {rows} and columns {columns} must all be positive")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    style()
+    fig = Figure(figsize=(width, height), layout="constrained")  # not pyplot's: nothing shows it but show()
+    FigureCanvasAgg(fig)
+    return fig, fig.subplots(rows, columns)
+
+
+def png(fig: Figure) -> bytes:
+    """A figure as PNG bytes at 110 dpi, in 256 colours, the same bytes each time. Source: CONTRIBUTING.md."""
+    from PIL import Image
+
+    raw = io.BytesIO()
+    fig.savefig(raw, format="png", dpi=DPI, facecolor=CARD, metadata={"Software": None})
+    small = io.BytesIO()
+    image = Image.open(raw).convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image.save(small, format="PNG", optimize=True)
+    return min(small.getvalue(), raw.getvalue(), key=len)
+
+
+def show(fig: Figure, *, alt: str, caption: str = "") -> None:
+    """Show a figure with a text for those who cannot see it; a script prints the texts.
+
+    Shapes and units: ``alt`` says in a sentence what can be seen; ``caption`` stands below (`code` is set as code).
+
+    Raises: ValueError where ``alt`` is empty.
+
+    Source: CONTRIBUTING.md.
+    """
+    if not isinstance(alt, str) or not alt.strip():
+        raise ValueError(f"alt is {alt!r}; it must say in a sentence what the figure shows")
+    plain = f"[Figure: {alt}]" + (f"\n{caption}" if caption else "")
+    if not display.in_notebook():
+        display.emit({"text/plain": plain})
+        return
+    data = base64.b64encode(png(fig)).decode()
+    width = round(fig.get_figwidth() * DPI)
+    legend = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(caption, quote=False))
+    below = f'<figcaption style="font-size:90%">{legend}</figcaption>' if caption else ""
+    image = f'<img src="data:image/png;base64,{data}" alt="{html.escape(alt)}" width="{width}" style="max-width:100%">'
+    display.emit(
+        {"text/html": f'<figure class="kvlab-figure">{image}{below}</figure>', "text/plain": plain},
+        {"kvlab_figure": {"alt": alt, "caption": caption}},
+    )
+
+
+def shown(output: Mapping[str, Any]) -> tuple[bytes, str, str] | None:
+    """Take apart a notebook output that ``show`` made: (PNG bytes, alt text, caption), or None for another output.
+
+    Source: Jupyter's notebook format.
+    """
+    about = output.get("metadata", {}).get("kvlab_figure")
+    text = output.get("data", {}).get("text/html", "")
+    found = re.search(r"data:image/png;base64,([A-Za-z0-9+/=]+)", "".join(text))
+    if about is None or found is None:
+        return None
+    return base64.b64decode(found[1]), about["alt"], about["caption"]
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+def records(
+    bench: str | None = None, impl: str | None = None, device: str | None = None, **where: Any
+) -> list[dict[str, Any]]:
+    """The committed measurements that fit, as dicts, in the order of their files.
+
+    Shapes and units: ``bench`` is a whole name ("ceilings.read") or the part before the dot; ``device`` is found
+    anywhere in the record's ("H200"); ``impl`` and all others (dtype, unit, version, ...) must be equal, and a name that
+    is no field of a record is looked up in its shape. A record has the fields run, bench, impl, version, shape (a dict),
+    dtype, value, unit, ms, spread, error, device, driver, torch, triton, date and commit.
+
+    Raises: FileNotFoundError outside a checkout of the repository; LookupError where no record fits.
+
+    Source: book/measured.
+    """
+    everything = _all_records(_MEASURED)
+
+    def fits(record: dict[str, Any]) -> bool:
+        if bench is not None and record["bench"] != bench and not record["bench"].startswith(bench + "."):
+            return False
+        if device is not None and device not in record["device"]:
+            return False
+        if impl is not None and record["impl"] != impl:
+            return False
+        return all((record[k] if k in record else record["shape"].get(k)) == v for k, v in where.items())
+
+    found = [record for record in everything if fits(record)]
+    if not found:
+        wanted = {"bench": bench, "impl": impl, "device": device, **where}
+        asked = ", ".join(f"{k}={v!r}" for k, v in wanted.items() if v is not None)
+        raise LookupError(f"no record in {_MEASURED} has {asked}; there are {sorted({r['bench'] for r in everything})}")
+    return found
+
+
+def _all_records(folder: Path | None) -> list[dict[str, Any]]:
+    if folder is None or not folder.is_dir():
+        raise FileNotFoundError(
+            f"the records of measurements are in book/measured of the repository, and {folder} does not exist: "
+            "work from a checkout (an installed kvlab does not carry them)"
+        )
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.json")):
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(entries, list):
+            found += [entry for entry in entries if isinstance(entry, dict) and "bench" in entry]
+    return found
+
+
+# --- kinds of pictures ---------------------------------------------------------------------------------------------
+
+
+def roofline(
+    ax: Axes,
+    ceilings: Mapping[str, tuple[float, float]],
+    points: Mapping[str, tuple[float, float]],
+    *,
+    intensity: tuple[float, float] | None = None,
+) -> None:
+    """Draw rooflines and mark work on them, on logarithmic axes.
+
+    Shapes and units: ``ceilings`` maps a machine to (bytes/s, FLOP/s), ``points`` a label to (FLOP/byte, FLOP/s);
+    ``intensity`` is the range of the x axis in FLOP/byte, by default what shows all ridges and points.
+
+    Raises: ValueError for a rate or intensity that is not positive.
+
+    Source: chapter 00; Williams, Waterman and Patterson 2009.
+    """
+    import numpy as np
+
+    for name, (a, b) in [*ceilings.items(), *points.items()]:
+        if not (a > 0 and b > 0):
+            raise ValueError(f"{name} is ({a}, {b}); a roofline needs positive numbers")
+    xs = [p[0] for p in points.values()] + [flops / bandwidth for bandwidth, flops in ceilings.values()]
+    low, high = intensity or (min([*xs, 1.0]) / 3, max([*xs, 100.0]) * 8)
+    line = np.geomspace(low, high, 200)
+    for i, (name, (bandwidth, flops)) in enumerate(ceilings.items()):
+        color = COLORS[i % len(COLORS)]
+        ax.plot(line, np.minimum(line * bandwidth, flops), color=color, ls=("-", "--", "-.", ":")[i % 4], label=name)
+        ridge = flops / bandwidth
+        ax.plot([ridge], [flops], marker="|", ms=12, color=color)
+        ax.annotate(
+            f"ridge {ridge:.0f}", (ridge, flops), xytext=(2, 5), textcoords="offset points", color=color, fontsize=8
+        )
+    for i, (name, (x, y)) in enumerate(points.items()):
+        marker = "osD^vP*X"[i % 8]
+        ax.plot([x], [y], marker=marker, ls="", ms=7, color=INK, mfc=COLORS[(i + 2) % len(COLORS)], label=name)
+    ax.set(xscale="log", yscale="log", xlabel="intensity (FLOP a byte)", ylabel="FLOP/s", xlim=(low, high))
+    _engineering(ax.yaxis)
+    if ceilings or points:
+        ax.legend(loc="lower right")
+
+
+def stacked_bars(ax: Axes, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """Draw one bar a label, made of the parts laid on each other, with hatching that survives a print.
+
+    Shapes and units: each part has one number a label, all in one unit.
+
+    Raises: ValueError where a part has another length or a negative number.
+
+    Source: chapter 00.
+    """
+    bottom = [0.0] * len(labels)
+    for i, (name, values) in enumerate(parts.items()):
+        if len(values) != len(labels):
+            raise ValueError(f"{name} has {len(values)} numbers for {len(labels)} labels")
+        if min(values, default=0) < 0:
+            raise ValueError(f"{name} holds {min(values)}; parts of a bar must be 0 or more")
+        hatch = ("", "///", "...", "xx")[i % 4]
+        color = COLORS[i % len(COLORS)]
+        ax.bar(
+            list(labels), values, bottom=bottom, label=name, color=color, hatch=hatch, edgecolor="white", linewidth=0.5
+        )
+        bottom = [b + v for b, v in zip(bottom, values, strict=True)]
+    ax.grid(axis="x", visible=False)
+    ax.legend()
+
+
+def heatmap(
+    ax: Axes,
+    values: Sequence[Sequence[float]],
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    *,
+    fmt: str = "{:.2g}",
+) -> None:
+    """Draw a table as coloured cells, each with its number.
+
+    Shapes and units: values [len(row_labels)][len(column_labels)], in one unit; ``fmt`` formats a number.
+
+    Raises: ValueError where the shapes disagree.
+
+    Source: chapter 00.
+    """
+    if len(values) != len(row_labels) or any(len(row) != len(column_labels) for row in values):
+        raise ValueError(f"values must have {len(row_labels)} rows of {len(column_labels)} numbers")
+    numbers = [[float(v) for v in row] for row in values]
+    low, high = min(map(min, numbers)), max(map(max, numbers))
+    ax.imshow(numbers, aspect="auto", cmap="cividis", vmin=low, vmax=high)
+    for i, row in enumerate(numbers):
+        for j, value in enumerate(row):
+            dark = value < low + (high - low) * 0.55
+            ax.text(j, i, fmt.format(value), ha="center", va="center", fontsize=7.5, color="white" if dark else INK)
+    ax.set_xticks(range(len(column_labels)), list(column_labels))
+    ax.set_yticks(range(len(row_labels)), list(row_labels))
+    ax.grid(False)
+
+
+def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], *, unit: str = "s") -> None:
+    """Draw what each lane did when; the same kind of work has the same colour in all lanes.
+
+    Shapes and units: a lane is a list of (start, end, kind), times in ``unit``.
+
+    Raises: ValueError where an interval ends before it starts.
+
+    Source: chapter 06.
+    """
+    kinds: dict[str, int] = {}
+    for y, (name, spans) in enumerate(lanes.items()):
+        for start, end, kind in spans:
+            if end < start:
+                raise ValueError(f"lane {name} has {kind!r} from {start} to {end}; it must not end before it starts")
+            seen = kind in kinds
+            i = kinds.setdefault(kind, len(kinds))
+            ax.barh(
+                y, end - start, left=start, height=0.7, color=COLORS[i % len(COLORS)], edgecolor="white", linewidth=0.5,
+                hatch=("", "///", "...", "xx")[i % 4], label=None if seen else kind,
+            )  # fmt: skip
+    ax.set_yticks(range(len(lanes)), list(lanes))
+    ax.invert_yaxis()
+    ax.set_xlabel(f"time ({unit})")
+    ax.grid(axis="y", visible=False)
+    if kinds:
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def cache_map(cache: Any, ax: Axes | None = None) -> Figure:
+    """Draw a contiguous cache from its own tables: each row of slots, whose it is, which slots hold a token.
+
+    Shapes and units: ``cache`` is a ``NaiveCache`` (max_num_seqs rows of max_seq_len slots); one square a slot where
+    they are few enough to be counted, else bars. Gives the figure.
+
+    Raises: ValueError for a cache that has no rows.
+
+    Source: chapter 01.
+    """
+    owners = getattr(cache, "_rows", None)
+    if owners is None or not hasattr(cache, "max_seq_len"):
+        raise ValueError(f"cache is a {type(cache).__name__}; cache_map draws contiguous rows, such as NaiveCache's")
+    from matplotlib.patches import Rectangle
+
+    rows, slots = cache.max_num_seqs, cache.max_seq_len
+    if ax is None:
+        fig, ax = figure(6.8, min(0.9 + 0.34 * rows, 6.0))
+    else:
+        fig = ax.figure
+    assert ax is not None
+    by_row = {row: seq_id for seq_id, row in owners.items()}
+    countable = slots <= 64
+    for row in range(rows):
+        used = cache.length(by_row[row]) if row in by_row else 0
+        taken = row in by_row
+        spans = (
+            [(i, 1, i < used) for i in range(slots)] if countable else [(0, used, True), (used, slots - used, False)]
+        )
+        for start, width, filled in spans:
+            ax.add_patch(
+                Rectangle(
+                    (start, row - 0.4), width, 0.8, linewidth=0.8 if countable else 0.4, edgecolor="white",
+                    facecolor=COLORS[0] if filled else (COLORS[5] if taken else EMPTY),
+                    alpha=1.0 if filled or not taken else 0.45, hatch="///" if taken and not filled else None,
+                )
+            )  # fmt: skip
+    labels = [f"row {r}: " + (f"sequence {by_row[r]}" if r in by_row else "free") for r in range(rows)]
+    ax.set_yticks(range(rows), labels, fontsize=8 if rows <= 20 else 6)
+    ax.set(xlim=(0, slots), ylim=(rows - 0.4, -0.6), xlabel="slot")
+    ax.grid(False)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=COLORS[0], label="holds a token"),
+        Rectangle(
+            (0, 0), 1, 1, facecolor=COLORS[5], alpha=0.45, hatch="///", edgecolor="white", label="reserved, empty"
+        ),
+        Rectangle((0, 0), 1, 1, facecolor=EMPTY, label="free"),
+    ]
+    ax.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    return fig
+
+
+def token_boxes(
+    ax: Axes,
+    rows: Mapping[str, Sequence[Any]],
+    *,
+    groups: Mapping[str, Sequence[Any]] | None = None,
+    start: int = 0,
+) -> None:
+    """Draw small rows of labelled boxes, for pictures that can be checked by hand; ``None`` is an empty box.
+
+    Shapes and units: a row is a list of what its boxes say, the first at position ``start``; ``groups`` may give, for
+    a row, a list as long that says which boxes share a colour (the page, the sequence, the kind).
+
+    Raises: ValueError where a row's groups have another length.
+
+    Source: chapter 01.
+    """
+    from matplotlib.patches import Rectangle
+
+    groups = groups or {}
+    colors: dict[Any, str] = {}
+    for y, (name, boxes) in enumerate(rows.items()):
+        kinds = groups.get(name, [0] * len(boxes))
+        if len(kinds) != len(boxes):
+            raise ValueError(f"groups of row {name!r} has {len(kinds)} entries; the row has {len(boxes)}")
+        for x, (text, kind) in enumerate(zip(boxes, kinds, strict=True)):
+            color = EMPTY if text is None else colors.setdefault(kind, COLORS[len(colors) % len(COLORS)])
+            ax.add_patch(
+                Rectangle(
+                    (start + x - 0.45, y - 0.4), 0.9, 0.8, facecolor=color, alpha=0.35, edgecolor=INK, linewidth=0.6
+                )
+            )
+            ax.text(start + x, y, "" if text is None else str(text), ha="center", va="center", fontsize=9)
+    longest = max(map(len, rows.values()), default=0)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set(
+        xlim=(start - 0.6, start + longest - 0.4), ylim=(len(rows) - 0.4, -0.6), xticks=range(start, start + longest)
+    )
+    ax.grid(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_visible(False)
+    ax.tick_params(length=0)
+
+
+def fit_exponent(x: Sequence[float], y: Sequence[float]) -> float:
+    """The exponent p of the power law y = c · x^p that fits best (least squares of the logarithms).
+
+    Shapes and units: x and y have the same length, at least 2, and positive numbers; p has no unit.
+
+    Raises: ValueError for lengths that differ or are under 2, numbers that are not positive, or x all equal.
+
+    Source: chapter 01.
+    """
+    import numpy as np
+
+    a, b = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    if a.shape != b.shape or a.ndim != 1 or len(a) < 2:
+        raise ValueError(f"x and y have shapes {a.shape} and {b.shape}; they must be lists of one length, 2 or more")
+    if not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
+        raise ValueError("x and y must hold finite numbers above 0; a power law has no others")
+    if np.ptp(a) == 0:
+        raise ValueError(f"x holds only {a[0]:g}; a fit needs at least two different values")
+    return float(np.polyfit(np.log(a), np.log(b), 1)[0])
+
+
+def growth(ax: Axes, x: Sequence[float], ys: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Draw lines on logarithmic axes with their fitted exponents in the legend, and give the exponents.
+
+    Shapes and units: each line has one positive number an entry of x.
+
+    Raises: ValueError as ``fit_exponent``.
+
+    Source: chapter 01.
+    """
+    exponents = {}
+    for i, (name, y) in enumerate(ys.items()):
+        exponents[name] = fit_exponent(x, y)
+        marker, color = "osD^vP*X"[i % 8], COLORS[i % len(COLORS)]
+        ax.plot(x, y, marker=marker, color=color, label=f"{name}: exponent {exponents[name]:.2f}")
+    ax.set(xscale="log", yscale="log")
+    ax.legend()
+    return exponents
+
+
+def _engineering(axis: Any) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=" "))
