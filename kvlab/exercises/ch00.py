@@ -36,7 +36,10 @@ def _shape(c: ModelConfig) -> str:
 
 @checker("00.1")
 def kv_of_qwen3(answer: Any) -> None:
-    """GB of cache (1 GB = 1e9 bytes) of one 32768-token sequence of Qwen3-8B. Raises: ExerciseError.  Source: ch. 00."""
+    """GB of cache (1 GB = 1e9 bytes) of one 32768-token sequence of Qwen3-8B.
+
+    Raises: ExerciseError.  Source: chapter 00.
+    """
     expected = costs.kv_bytes(config.get("qwen3-8b"), 32768) / 1e9
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         slips = {
