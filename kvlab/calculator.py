@@ -7,6 +7,7 @@ in it builds the controls and recomputes the table from constants that Python to
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from html import escape
@@ -145,7 +146,8 @@ def html(model: str = "llama-3-8b", card: str = "h200", **settings: Any) -> str:
         if colour
     )
     over = 100 * numbers["total"] / scale
-    limit = f'<span class="kvlab-c-limit" style="left:{over:.4f}%;display:{"block" if over < 100 else "none"}"></span>'
+    place = f"left:{over:.4f}%;display:{'block' if over < 100 else 'none'}"
+    limit = f'<span class="kvlab-c-limit" title="what the cards have" style="{place}"></span>'
     # In a script element only "</" could end it early.
     data = json.dumps({"state": state, **_constants()}, separators=(",", ":")).replace("</", "<\\/")
     return (
@@ -185,6 +187,7 @@ def _state(model: str, card: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"model": model, "card": card, **defaults, **settings}
 
 
+@functools.cache
 def _constants() -> dict[str, Any]:
     """What the script needs of ``costs``, as elements, operations and rates, so that it repeats no formula of a model.
 
@@ -289,7 +292,9 @@ def _model_remarks(name: str) -> list[str]:
 
 
 def _remarks(state: dict[str, Any]) -> list[str]:
-    shape, remarks = models.get(state["model"]), [_NOTE]
+    shape, hardware = models.get(state["model"]), costs.HARDWARE[state["card"]]
+    bandwidth, flops = _half_up(hardware.bandwidth / 1e12, 2), _half_up(hardware.flops / 1e12, 0)
+    remarks = [f"{hardware.name} by its datasheet: {bandwidth} TB/s and {flops} TFLOP/s in bf16.", _NOTE]
     if state["context"] > shape.max_seq_len:
         remarks.append(f"{shape.name} was published for contexts up to {shape.max_seq_len:,} tokens.")
     return remarks + _model_remarks(shape.name)
@@ -305,8 +310,8 @@ def _swatch(colour: str | None) -> str:
 _STYLE = """
 .kvlab-calculator{max-width:46rem;margin:.5rem 0;font-size:.95em;line-height:1.4;color:inherit;box-sizing:border-box}
 .kvlab-calculator *{box-sizing:border-box}
-.kvlab-c-controls{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(8.5rem,100%),1fr));gap:.5rem .9rem;
-border:0;margin:0 0 .8rem;padding:0;min-width:0}
+.kvlab-c-controls{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(max(30%,8.5rem),100%),1fr));
+gap:.5rem .9rem;border:0;margin:0 0 .8rem;padding:0;min-width:0}
 .kvlab-c-controls label{display:block;margin:0;font-weight:600;font-size:.88em}
 .kvlab-c-controls>div{min-width:0}
 .kvlab-c-controls .kvlab-c-wide{grid-column:1/-1}
@@ -400,7 +405,9 @@ function (data) {
     return "Does not fit: " + gb(-n.free) + " of KV cache too much.";
   }
   function remarks(s) {
-    const m = data.models[s.model], all = [data.note];
+    const m = data.models[s.model], card = data.cards[s.card];
+    const all = [s.card + " by its datasheet: " + halfUp(card.bandwidth / 1e12, 2) + " TB/s and " +
+      halfUp(card.flops / 1e12, 0) + " TFLOP/s in bf16.", data.note];
     if (s.context > m.max_seq_len)
       all.push(s.model + " was published for contexts up to " + halfUp(m.max_seq_len, 0) + " tokens.");
     return all.concat(m.remarks).join(" ");
@@ -469,7 +476,7 @@ function (data) {
     const named = (table, label) => Object.keys(table).map((name) => [name, label(name)]);
     choice("model", "Model", named(data.models, (name) => name));
     choice("card", "Card", named(data.cards, (name) =>
-      name + ", " + data.cards[name].memory / 1e9 + " GB, " + halfUp(data.cards[name].bandwidth / 1e12, 2) + " TB/s"));
+      name + ", " + data.cards[name].memory / 1e9 + " GB"));
     choice("num_gpus", "GPUs", Array.from({length: data.limits.gpus}, (_, i) => [i + 1, i + 1]));
     choice("weight_dtype", "Weights in", named(data.dtypes, (name) => name));
     choice("kv_dtype", "KV cache in", named(data.dtypes, (name) => name));
