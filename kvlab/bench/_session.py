@@ -96,6 +96,12 @@ class Session:
         """Whether the session runs on a GPU. Source: chapter 00."""
         return self.device.type == "cuda"
 
+    def seconds(self, full: float) -> float:
+        """How long to repeat one measurement (seconds): ``full``, or next to nothing in a quick run.
+
+        Source: chapter 00."""
+        return 0.01 if self.quick else full
+
     def record(
         self,
         bench: str,

@@ -86,7 +86,7 @@ def _copy(session: Session) -> Iterator[Record]:
             "torch mul": _call(torch.mul, source, 2.0, out=target),
         }
         for impl, fn in ways.items():
-            timing = measure(fn, device=session.device, seconds=0.2, flush=session.on_gpu)
+            timing = measure(fn, device=session.device, seconds=session.seconds(0.2), flush=session.on_gpu)
             rate = 2 * nbytes / timing.seconds / GB
             yield session.record(
                 "ceilings.copy", impl, rate, "GB/s", shape={"bytes": nbytes}, dtype=source.dtype, timing=timing,
@@ -130,7 +130,7 @@ def _read(session: Session) -> Iterator[Record]:
 
     def one(impl: str, fn: Callable[[int], object], value: Callable[[], float] | None, nbytes: int) -> Record:
         error = None if value is None else abs(value() - exact) / scale
-        timing = measure(fn, device=device, seconds=0.06, flush=session.on_gpu)
+        timing = measure(fn, device=device, seconds=session.seconds(0.06), flush=session.on_gpu)
         rate = nbytes / timing.seconds / GB
         version = torch.__version__ if impl.startswith("torch") else None
         return session.record(
@@ -189,7 +189,7 @@ def _matmul(session: Session) -> Iterator[Record]:
         timings: dict[str, Timing] = {}
         try:
             timings["torch matmul"] = measure(
-                multiply, device=device, seconds=1.0 if session.on_gpu else 0.3, flush=session.on_gpu
+                multiply, device=device, seconds=session.seconds(1.0 if session.on_gpu else 0.3), flush=session.on_gpu
             )
             if session.on_gpu:  # rested, and over before the power limit slows the clock: what a short kernel meets
                 time.sleep(0.5)

@@ -27,7 +27,7 @@ def run(session: Session) -> Iterator[Record]:
     """Decode step against context and batch, total time of a text, memory of a step.
 
     Shapes and units:
-        naive.step      ms of a decode step at B sequences of L tokens each, by the wall's clock: Python's share is in it
+        naive.step      ms of a decode step at B sequences of L tokens each, by the wall's clock, with Python's share
         naive.device    ms of the same forward pass replayed from a CUDA graph: the GPU's share alone
         naive.memory    bytes that a step takes beside weights and cache
         naive.total     seconds for N new tokens after a prompt of ``prompt`` tokens
@@ -100,11 +100,15 @@ def _timed(session: Session, model: Decoder, cache: KVCache, b: int, length: int
     step, impl = Step(model, cache, b, length), type(cache).__name__
     shape: dict[str, int | float | str] = {"model": model.config.name, "B": b, "L": length}
     with torch.inference_mode():
-        timing = measure(step, device=session.device, seconds=0.3, min_count=3, max_count=40, host=True)
+        timing = measure(
+            step, device=session.device, seconds=session.seconds(0.3), min_count=3, max_count=40, host=True
+        )
         yield session.record("naive.step", impl, timing.ms, "ms", shape=shape, dtype=model.dtype, timing=timing)
         if session.on_gpu:
             batch = step.build()
-            device = measure(lambda i: step.forward(batch), device=session.device, seconds=0.1, min_count=3, graph=1)
+            device = measure(
+                lambda i: step.forward(batch), device=session.device, seconds=session.seconds(0.1), min_count=3, graph=1
+            )
             yield session.record("naive.device", impl, device.ms, "ms", shape=shape, dtype=model.dtype, timing=device)
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

@@ -43,6 +43,11 @@ def run(session: Session) -> Iterator[Record]:
     yield from _prefill_attention(session, config, prompts, dtype)
 
 
+def _copies(session: Session, nbytes: int) -> int:
+    """How many sets of buffers to rotate: five times the L2's worth, two in a quick run."""
+    return 2 if session.quick else rotations(nbytes, session.device)
+
+
 def _two(session: Session, bench: str, impl: str, flops: int, nbytes: int, timing: Timing, shape: Shape,
          dtype: torch.dtype, error: float) -> Iterator[Record]:  # fmt: skip
     shape = {**shape, "flops": flops, "bytes": nbytes}
@@ -59,7 +64,7 @@ def _linear(session: Session, config: ModelConfig, tokens: list[int], dtype: tor
     jobs = {"layer": sizes, "up": [(d, inner)]}
     for job, matrices in jobs.items():
         params = sum(a * b for a, b in matrices)
-        copies = rotations(params * dtype.itemsize, session.device)
+        copies = _copies(session, params * dtype.itemsize)
         weights = [
             [torch.randn(b, a, device=session.device, dtype=dtype) * a**-0.5 for a, b in matrices]
             for _ in range(copies)
@@ -74,7 +79,9 @@ def _linear(session: Session, config: ModelConfig, tokens: list[int], dtype: tor
 
             truth = inputs[-1][:1].double() @ weights[0][-1].double().T
             error = ((fn(0)[:1].double() - truth).norm() / truth.norm()).item()
-            timing = measure(fn, device=session.device, seconds=0.15, graph=copies if session.on_gpu else 0)
+            timing = measure(
+                fn, device=session.device, seconds=session.seconds(0.15), graph=copies if session.on_gpu else 0
+            )
             flops = 2 * count * params
             nbytes = dtype.itemsize * (params + count * sum(a + b for a, b in matrices))
             shape: Shape = {"T": count, "d": d, "intermediate": inner, "matrices": job}
@@ -96,7 +103,9 @@ def _attempt(session: Session, name: str, backends: list[SDPBackend], fn: Callab
     try:
         with sdpa_kernel(backends), torch.inference_mode():
             out = fn(0)
-            return out, measure(fn, device=session.device, seconds=0.15, graph=graph if session.on_gpu else 0)
+            return out, measure(
+                fn, device=session.device, seconds=session.seconds(0.15), graph=graph if session.on_gpu else 0
+            )
     except RuntimeError as error:
         session.note(f"  {name}: skipped, {str(error).splitlines()[0][:120]}")
         return None
@@ -108,7 +117,7 @@ def _decode_attention(
     heads, kv_heads, size, group = config.num_heads, config.num_kv_heads, config.head_dim, config.group_size
     for b in batches:
         kv_bytes = 2 * b * context * kv_heads * size * dtype.itemsize
-        copies = rotations(kv_bytes, session.device) if kv_bytes < 1 << 31 else 1
+        copies = _copies(session, kv_bytes) if kv_bytes < 1 << 31 else 1
         caches = [
             tuple(torch.randn(b, kv_heads, context, size, device=session.device, dtype=dtype) for _ in range(2))
             for _ in range(copies)
@@ -146,7 +155,7 @@ def _prefill_attention(
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
     for length in prompts:
         nbytes = length * (2 * heads + 2 * kv_heads) * size * dtype.itemsize
-        copies = min(4, rotations(nbytes, session.device))
+        copies = min(4, _copies(session, nbytes))
         inputs = [
             tuple(
                 torch.randn(1, h, length, size, device=session.device, dtype=dtype) for h in (heads, kv_heads, kv_heads)

@@ -1,0 +1,282 @@
+"""The generation loop: with a cache it says what it says without one, and it leaves the cache as it found it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvlab.cache import CacheFull, NoCache
+from kvlab.config import ModelConfig
+from kvlab.generate import Generation, check_prompt, generate, step, stream
+from kvlab.model import Decoder
+from kvlab.naive import NaiveCache
+from kvlab.sampling import SamplingParams
+
+CONFIG = ModelConfig("tiny", 3, 32, 4, 2, 16, 48, 101, 40, tie_embeddings=True)
+
+
+def make_model(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(8)  # small random weights would repeat one token for ever
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return make_model()
+
+
+def make_cache(rows: int = 4, length: int = 40, config: ModelConfig = CONFIG) -> NaiveCache:
+    return NaiveCache(config, rows, length)
+
+
+def empty(cache: NaiveCache) -> bool:
+    return not cache._rows and not cache._lengths and len(cache._free_rows) == cache.max_num_seqs
+
+
+PROMPTS = [[1, 2, 3], [50], list(range(30)), [99, 98, 97, 96, 95, 94]]
+SAMPLERS = [
+    SamplingParams(max_tokens=9),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=9),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=-1, max_tokens=9),
+    SamplingParams(temperature=0.7, min_p=0.1, seed=2**63, max_tokens=9),
+]
+
+
+@pytest.mark.parametrize("params", SAMPLERS, ids=["greedy", "plain", "truncated", "min-p"])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_cached_and_recomputed_agree_token_for_token(model, prompt, params):
+    cache = make_cache()
+    recomputed = list(stream(model, NoCache(CONFIG), prompt, params))
+    assert list(stream(model, cache, prompt, params)) == recomputed
+    assert len(recomputed) == 9
+    assert empty(cache)
+
+
+@pytest.mark.parametrize("name", ["window", "qk norm", "bias", "llama3 rope", "one KV head"])
+def test_every_shape_of_model_agrees_with_its_recomputation(name):
+    from kvlab.config import RopeConfig
+
+    options = {
+        "window": {"sliding_window": 4},
+        "qk norm": {"qk_norm": True},
+        "bias": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+        "llama3 rope": {"rope": RopeConfig(5e5, "llama3", 8.0, 16)},
+        "one KV head": {"num_kv_heads": 1},
+    }[name]
+    config = ModelConfig(**{**{field: getattr(CONFIG, field) for field in CONFIG.__dataclass_fields__}, **options})
+    small, params = make_model(config, seed=1), SamplingParams(temperature=1.0, seed=5, max_tokens=24)
+    cached = list(stream(small, make_cache(config=config), [5, 4, 3], params))
+    assert cached == list(stream(small, NoCache(config), [5, 4, 3], params))
+    assert len(set(cached)) > 4
+
+
+def test_the_texts_are_not_trivial(model):
+    greedy = list(stream(model, make_cache(), [1, 2, 3], SamplingParams(max_tokens=12)))
+    sampled = list(stream(model, make_cache(), [1, 2, 3], SamplingParams(temperature=1.0, max_tokens=12)))
+    assert greedy != sampled
+    assert len(set(sampled)) > 4
+    assert list(stream(model, make_cache(), [1, 2, 4], SamplingParams(temperature=1.0, max_tokens=12))) != sampled
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone(model):
+    params = [
+        SamplingParams(p.temperature, p.top_k, p.top_p, p.min_p, p.seed, 3 + 2 * i) for i, p in enumerate(SAMPLERS)
+    ]
+    cache = make_cache()
+    together = generate(model, cache, PROMPTS, params)
+    assert empty(cache)
+    for prompt, p, result in zip(PROMPTS, params, together, strict=True):
+        assert result.prompt == prompt
+        assert result.tokens == list(stream(model, make_cache(), prompt, p))
+        assert result.finish_reason == "length"
+    assert [r.tokens for r in together] == [r.tokens for r in generate(model, NoCache(CONFIG), PROMPTS, params)]
+    assert [r.tokens for r in generate(model, cache, PROMPTS[::-1], params[::-1])] == [r.tokens for r in together[::-1]]
+
+
+def test_nothing_to_do(model, monkeypatch):
+    monkeypatch.setattr(Decoder, "forward", lambda *a: pytest.fail("something was computed"))
+    cache = make_cache()
+    none = SamplingParams(max_tokens=0)
+    assert list(stream(model, cache, [1, 2], none)) == []
+    assert generate(model, cache, [[1], [2, 3]], none) == [
+        Generation([1], [], "length"),
+        Generation([2, 3], [], "length"),
+    ]
+    assert generate(model, cache, []) == []
+    assert empty(cache)
+
+
+def test_max_tokens_may_differ_and_be_zero_in_a_batch(model):
+    params = [SamplingParams(max_tokens=0), SamplingParams(max_tokens=1), SamplingParams(max_tokens=4)]
+    assert [len(r.tokens) for r in generate(model, make_cache(), PROMPTS[:3], params)] == [0, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"),
+    [
+        ([], "empty"),
+        ([1] * 40, "40 tokens"),
+        ([1] * 41, "41 tokens"),
+        ([1, 101], r"\[1\] is 101"),
+        ([-1, 1], r"\[0\] is -1"),
+        ([1, 2.0], r"\[1\] is 2.0"),
+        ([True], r"\[0\] is True"),
+        (["a"], r"\[0\] is 'a'"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(model, monkeypatch, prompt, match):
+    monkeypatch.setattr(Decoder, "forward", lambda *a: pytest.fail("something was computed"))
+    cache = make_cache()
+    with pytest.raises(ValueError, match=match):
+        stream(model, cache, prompt)  # at the call itself, not at the first token
+    with pytest.raises(ValueError, match=r"prompts\[1\]"):
+        generate(model, cache, [[1], prompt])
+    with pytest.raises(ValueError, match="the text"):
+        check_prompt(model, prompt, "the text")
+    assert empty(cache)
+
+
+def test_wrong_arguments_are_refused(model):
+    cache = make_cache()
+    with pytest.raises(ValueError, match="params has 1"):
+        generate(model, cache, [[1], [2]], [SamplingParams()])
+    tokens = stream(model, cache, [1], SamplingParams(max_tokens=3))
+    next(tokens)
+    with pytest.raises(ValueError, match="seq_id 0 is already"):
+        stream(model, cache, [1])
+    with pytest.raises(ValueError, match="id 0 is already"):
+        generate(model, cache, [[1]])
+    assert len(list(stream(model, cache, [1], SamplingParams(max_tokens=3), seq_id=1))) == 3
+    assert len(list(tokens)) == 2
+
+
+def test_a_stop_token_ends_the_text_and_is_its_last(model):
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=20)
+    full = list(stream(model, make_cache(), [1, 2, 3], params))
+    stop = full[5]
+    first = full.index(stop)
+    stopping = SamplingParams(temperature=1.0, seed=4, max_tokens=20, stop_token_ids=[stop, 100_000])
+    assert list(stream(model, make_cache(), [1, 2, 3], stopping)) == full[: first + 1]
+    cache = make_cache()
+    other, stopped = generate(model, cache, [[7, 7], [1, 2, 3]], [params, stopping])
+    assert (stopped.tokens, stopped.finish_reason) == (full[: first + 1], "stop")
+    assert (len(other.tokens), other.finish_reason) == (20, "length")
+    assert list(stream(model, cache, [stop], stopping))  # one in the prompt stops nothing
+    assert empty(cache)
+
+
+def test_a_stop_token_that_is_also_the_last_allowed_counts_as_stop(model):
+    params = SamplingParams(max_tokens=1)
+    (token,) = stream(model, make_cache(), [1, 2, 3], params)
+    (result,) = generate(model, make_cache(), [[1, 2, 3]], SamplingParams(max_tokens=1, stop_token_ids=(token,)))
+    assert result.finish_reason == "stop"
+
+
+def test_the_context_ends_the_text(model):
+    (result,) = generate(model, make_cache(), [[1] * 37], SamplingParams(max_tokens=50))
+    assert (len(result.prompt) + len(result.tokens), result.finish_reason) == (40, "length")
+    (result,) = generate(model, make_cache(), [[1] * 39], SamplingParams(max_tokens=50))
+    assert len(result.tokens) == 1
+    assert result.tokens == list(stream(model, NoCache(CONFIG), [1] * 39, SamplingParams(max_tokens=50)))
+
+
+def test_a_stream_frees_its_sequence_however_it_ends(model):
+    cache = make_cache()
+    tokens = stream(model, cache, [1, 2, 3], seq_id=9)
+    assert empty(cache)  # nothing is taken before the first token
+    next(tokens)
+    assert cache.length(9) == 3
+    next(tokens)
+    assert cache.length(9) == 4  # one token a step, the newest not yet stored
+    tokens.close()
+    assert empty(cache)
+    for token in stream(model, cache, [1, 2, 3]):
+        assert 0 <= token < CONFIG.vocab_size
+        break
+    assert empty(cache)
+    tokens = stream(model, cache, [1, 2, 3])
+    next(tokens)
+    with pytest.raises(RuntimeError, match="reader"):
+        tokens.throw(RuntimeError("reader"))
+    assert empty(cache)
+
+
+class Failing:
+    """A model that answers as another does until its ``at``-th pass, then breaks as told."""
+
+    def __init__(self, model: Decoder, at: int, how) -> None:
+        self.model, self.at, self.how, self.passes = model, at, how, 0
+        self.config, self.device = model.config, model.device
+
+    def __call__(self, batch, cache):
+        self.passes += 1
+        logits = self.model(batch, cache)
+        return self.how(logits) if self.passes == self.at else logits
+
+
+def nan_in_last(logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.clone()
+    logits[-1, 17] = float("nan")
+    return logits
+
+
+def explode(logits: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("params", SAMPLERS[:2], ids=["greedy", "sampled"])
+def test_nan_logits_name_sequence_and_position_and_leave_a_clean_cache(model, params):
+    cache = make_cache()
+    tokens = stream(Failing(model, 3, nan_in_last), cache, [1, 2, 3], params, seq_id=6)
+    assert next(tokens) >= 0
+    assert next(tokens) >= 0
+    with pytest.raises(ValueError, match=r"sequence 6, position 5.*nan"):
+        next(tokens)
+    assert empty(cache)
+    with pytest.raises(ValueError, match="sequence 1, position 7"):
+        generate(Failing(model, 2, nan_in_last), cache, [[1, 2, 3], [5] * 6], params)
+    assert empty(cache)
+    assert list(stream(model, cache, [1], params)) == list(stream(model, make_cache(), [1], params))
+
+
+def test_nan_weights_are_reported_at_the_first_token():
+    broken = make_model()
+    broken.layers[1].mlp.down_proj.weight.data[3, 3] = float("nan")
+    cache = make_cache()
+    with pytest.raises(ValueError, match="sequence 0, position 3"):
+        generate(broken, cache, [[1, 2, 3]])
+    assert empty(cache)
+
+
+def test_an_interrupt_leaves_a_clean_cache(model):
+    cache = make_cache()
+    with pytest.raises(KeyboardInterrupt):
+        generate(Failing(model, 2, explode), cache, [[1, 2, 3], [4]])
+    assert empty(cache)
+
+
+def test_too_many_prompts_for_the_cache(model):
+    cache = make_cache(rows=2)
+    with pytest.raises(CacheFull, match="needs 3 rows and has 2 free"):
+        generate(model, cache, [[1], [2], [3]])
+    assert empty(cache)
+
+
+def test_a_step_that_fails_changes_no_request(model):
+    cache = make_cache()
+    requests = {0: Generation([1, 2], []), 4: Generation([3], [])}
+    params = dict.fromkeys(requests, SamplingParams())
+    step(model, cache, requests, params)
+    with pytest.raises(ValueError, match="sequence 4"):
+        step(Failing(model, 1, nan_in_last), cache, requests, params)
+    assert [len(r.tokens) for r in requests.values()] == [1, 1]
+
+
+def test_the_progress_bar_shows_on_request_only(model, capfd):
+    generate(model, make_cache(), [[1]], SamplingParams(max_tokens=3))
+    assert capfd.readouterr().err == ""
+    generate(model, make_cache(), [[1]], SamplingParams(max_tokens=3), progress=True)
+    assert "0/3" in capfd.readouterr().err
