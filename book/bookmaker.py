@@ -44,10 +44,10 @@ class BookError(Exception):
     """A chapter that must not be published. Its message names the file and the cell. Source: CONTRIBUTING.md."""
 
 
-def chapters(root: Path = ROOT, only: Iterable[str] = ()) -> list[Path]:
-    """The .md files of all chapters and solutions under ``root``, or of those whose number is in ``only``."""
+def chapters(only: Iterable[str] = ()) -> list[Path]:
+    """The .md files of all chapters and solutions, or of those whose number is in ``only``."""
     numbers = tuple(only)
-    found = sorted((root / "chapters").glob("*_*.md")) + sorted((root / "chapters" / "solutions").glob("*_*.md"))
+    found = [p for folder in ("chapters", "chapters/solutions") for p in sorted((ROOT / folder).glob("[0-9]*_*.md"))]
     return [path for path in found if not numbers or path.name.split("_")[0] in numbers]
 
 
@@ -158,8 +158,9 @@ def execute(notebook: NotebookNode, name: str, cwd: Path) -> float:
 
     client = NotebookClient(
         notebook,
-        timeout=CELL_TIMEOUT,
         kernel_name="python3",
+        extra_arguments=["--IPKernelApp.log_level=40"],
+        timeout=CELL_TIMEOUT,
         resources={"metadata": {"path": str(cwd)}},
         on_cell_execute=progress,
         record_timing=False,
@@ -176,7 +177,8 @@ def execute(notebook: NotebookNode, name: str, cwd: Path) -> float:
         # A cell that timed out or killed its kernel has no error stored: it is the last one that was started.
         number, cell = unexpected[-1] if unexpected else list(code_cells(notebook))[max(done - 1, 0)]
         reason = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error).strip()
-        raise BookError(f"{where(name, number, cell)}: {reason}\n{error}") from None
+        details = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+        raise BookError(f"{where(name, number, cell)}: {reason}\n{details}") from None
     seconds = time.perf_counter() - start
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -327,13 +329,13 @@ def tests_of(number: str) -> list[str]:
     return [test for test in tests if (ROOT / test).exists()] + notebooks
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("chapters").add_argument("numbers", nargs="*", metavar="NN")
     commands.add_parser("book").add_argument("--strict", action="store_true")
     commands.add_parser("tests").add_argument("number", metavar="NN")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # a debugger's note on each kernel start
     if sys.platform == "win32":
         asyncio.set_event_loop_policy(asyncio.WindowsSelectorEventLoopPolicy())

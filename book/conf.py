@@ -43,11 +43,16 @@ html_copy_source = True
 html_show_sourcelink = True
 html_show_copyright = False
 html_last_updated_fmt = None
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "use_download_button": True,
     "use_fullscreen_button": False,
     "use_repository_button": False,
     "home_page_in_toc": True,
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
     "show_toc_level": 2,
     "show_navbar_depth": 1,
     "toc_title": "On this page",

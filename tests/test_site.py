@@ -1,0 +1,229 @@
+"""The site as a reader meets it: opened from the disk in a browser, with nothing else to ask.
+
+It is built from the committed notebooks, warnings as errors, so that a citation or a cross-reference that does not
+resolve fails here. ``KVLAB_SITE=book/_build/html`` tests a site that was built already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("sphinx", reason="needs Sphinx: make setup")
+pytest.importorskip("jupytext", reason="needs Jupyter: make setup")
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "book"), str(ROOT / "tests")]
+import bookmaker
+import browser
+
+needs_browser = pytest.mark.skipif(browser.find() is None, reason="no Chromium or Chrome: apt-get install chromium")
+NARROW, WIDE = 380, 1280
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """The folder of the built site."""
+    if os.environ.get("KVLAB_SITE"):
+        return Path(os.environ["KVLAB_SITE"]).resolve()
+    folder = tmp_path_factory.mktemp("site")
+    bookmaker.assemble({md: md.with_suffix(".ipynb") for md in bookmaker.chapters()}, folder / "source")
+    assert bookmaker.sphinx(folder / "source", folder / "html", strict=True) == 0, "Sphinx warned: see above"
+    return folder / "html"
+
+
+class Tags(HTMLParser):
+    """All tags of a page with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    handle_startendtag = handle_starttag
+
+
+@pytest.fixture(scope="session")
+def pages(site) -> dict[str, Tags]:
+    """Every page of the site, by its path."""
+    paths = [p for p in sorted(site.rglob("*.html")) if "_static" not in p.parts]
+    return {str(p.relative_to(site)): Tags(p.read_text(encoding="utf-8")) for p in paths}
+
+
+@pytest.fixture(scope="session")
+def chapters() -> list[str]:
+    """The names of all chapters, such as 00_memory_wall."""
+    return [md.stem for md in bookmaker.chapters() if md.parent.name == "chapters"]
+
+
+@pytest.fixture(scope="session")
+def tab(tmp_path_factory) -> Iterator[browser.Page]:
+    """A tab of a headless browser."""
+    with browser.launch(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+# --- what the files say --------------------------------------------------------------------------------------------
+
+
+def test_site_has_a_page_for_each_part(pages, chapters):
+    expected = {"index", "notation", "glossary", "claims", "bibliography", "search", "genindex"}
+    expected |= {f"chapters/{name}" for name in chapters} | {f"chapters/solutions/{name}" for name in chapters}
+    assert {f"{name}.html" for name in expected} - pages.keys() == set()
+
+
+def test_every_link_and_anchor_inside_the_site_resolves(site, pages):
+    anchors = {
+        name: {value for _, a in tags.found for value in (a.get("id"), a.get("name")) if value}
+        for name, tags in pages.items()
+    }
+    broken = []
+    for name, tags in pages.items():
+        for tag, attributes in tags.found:
+            link = attributes.get("href") if tag == "a" else attributes.get("src")
+            if not link or urlsplit(link).scheme or link.startswith("//"):
+                continue
+            path, fragment = unquote(urlsplit(link).path), unquote(urlsplit(link).fragment)
+            target = (site / name).parent / path if path else site / name
+            if not target.resolve().exists():
+                broken.append(f"{name}: {link}")
+                continue
+            page = str(target.resolve().relative_to(site.resolve()))
+            if fragment and page in anchors and fragment not in anchors[page]:
+                broken.append(f"{name}: {link} (no such anchor)")
+    assert broken == []
+
+
+def test_every_image_has_alt_text(pages):
+    bare = []
+    for name, tags in pages.items():
+        for tag, attributes in tags.found:
+            if tag != "img":
+                continue
+            alt = (attributes.get("alt") or "").strip()
+            # Without a description Sphinx writes the picture's path there, which tells a listener nothing.
+            if len(alt) < 5 or alt.endswith((".png", ".svg", ".jpg", ".jpeg", ".gif")):
+                bare.append(f"{name}: {attributes.get('src', '')[:60]} has alt {alt!r}")
+    assert bare == []
+
+
+def test_no_role_or_directive_is_left_as_text(site, pages):
+    left = [
+        f"{name}: {role}"
+        for name in pages
+        if name.startswith(("chapters/", "notation", "glossary", "index", "claims"))
+        for role in ("{ref}", "{cite}", "{cite:", "{term}", "{eq}", "{numref}", ":::{", "```{")
+        if role in (site / name).read_text(encoding="utf-8")
+    ]
+    assert left == []
+
+
+def test_each_chapter_offers_its_executed_notebook(site, pages, chapters):
+    for name in chapters:
+        hrefs = [a.get("href") or "" for tag, a in pages[f"chapters/{name}.html"].found if tag == "a"]
+        link = next((h for h in hrefs if h.endswith(f"{name}.ipynb")), None)
+        assert link, f"{name} has no link to its notebook"
+        notebook = json.loads((site / "chapters" / link).resolve().read_text(encoding="utf-8"))
+        assert any(cell.get("outputs") for cell in notebook["cells"])
+
+
+def test_chapters_lead_to_each_other(pages, chapters):
+    for before, after in zip(chapters, chapters[1:], strict=False):
+        links = lambda name: {(a.get("class"), a.get("href")) for t, a in pages[f"chapters/{name}.html"].found if t == "a"}  # noqa: E731
+        assert ("right-next", f"{after}.html") in links(before)
+        assert ("left-prev", f"{before}.html") in links(after)
+
+
+# --- what the browser says -----------------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_every_page_opens_clean_at_both_widths(site, pages, tab):
+    faults = []
+    for name in pages:
+        for width in (WIDE, NARROW):
+            tab.resize(width)
+            tab.open((site / name).as_uri())
+            at = f"{name} at {width} px"
+            faults += [f"{at}: {complaint}" for complaint in tab.complaints()]
+            outside = [u for u in tab.requests() if not u.startswith(("file:", "data:", "blob:", "about:"))]
+            faults += [f"{at}: asks for {address}" for address in outside]
+            if (scroll := tab.evaluate("document.documentElement.scrollWidth")) > width:
+                faults.append(f"{at}: {scroll} px wide")
+    assert faults == []
+
+
+@needs_browser
+def test_all_mathematics_is_typeset(site, pages, tab):
+    seen, faults = 0, []
+    tab.resize(WIDE)
+    for name, tags in pages.items():
+        written = sum("math" in (a.get("class") or "").split() for tag, a in tags.found if tag in ("span", "div"))
+        if not written:
+            continue
+        tab.open((site / name).as_uri())
+        bare = tab.evaluate("[...document.querySelectorAll('.math')].filter(m => !m.querySelector('mjx-container')).length")
+        errors = tab.evaluate("document.querySelectorAll('mjx-merror, [data-mml-node=merror]').length")
+        height = tab.evaluate("document.querySelector('mjx-container').getBoundingClientRect().height")
+        font = tab.evaluate("document.fonts.ready.then(f => [...f].filter(x => x.family.startsWith('MJX') && x.status == 'loaded').length)")
+        if bare or errors or height < 5 or not font:
+            faults.append(f"{name}: {bare} of {written} left as text, {errors} errors, {font} fonts")
+        seen += written
+    assert faults == []
+    assert seen > 10
+
+
+@needs_browser
+def test_search_finds_a_word(site, tab):
+    tab.open((site / "search.html").as_uri() + "?q=cache")
+    count = "document.querySelectorAll('#search-results li').length"
+    found = tab.evaluate(
+        f"new Promise(done => {{ const end = Date.now() + 10000; const look = () => "
+        f"({count} || Date.now() > end) ? done({count}) : setTimeout(look, 50); look(); }})"
+    )
+    assert found > 1
+
+
+@needs_browser
+def test_dark_mode_changes_the_page(site, tab):
+    tab.resize(WIDE)
+    tab.open((site / "index.html").as_uri())
+    colours = set()
+    for _ in range(3):  # the button goes through auto, light and dark
+        tab.evaluate("[...document.querySelectorAll('.theme-switch-button')].find(b => b.offsetParent).click()")
+        colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(colours) == 2
+
+
+@needs_browser
+def test_code_can_be_copied(site, chapters, tab):
+    for name in chapters:
+        tab.open((site / "chapters" / f"{name}.html").as_uri())
+        cells = tab.evaluate("document.querySelectorAll('.cell_input div.highlight').length")
+        assert tab.evaluate("document.querySelectorAll('.cell_input button.copybtn').length") == cells > 0
+
+
+@needs_browser
+def test_the_browser_check_bites(tmp_path, tab):
+    (tmp_path / "bad.html").write_text(
+        "<img src='missing.png'><div style='width: 900px'>wide</div><script>nothing.here()</script>"
+        "<script>console.error('an error')</script><link rel=stylesheet href='http://127.0.0.1:9/outside.css'>"
+    )
+    tab.resize(NARROW)
+    tab.open((tmp_path / "bad.html").as_uri())
+    complaints = " ".join(tab.complaints())
+    assert "nothing is not defined" in complaints
+    assert "an error" in complaints
+    assert "did not load" in complaints
+    assert any(address.startswith("http:") for address in tab.requests())
+    assert tab.evaluate("document.documentElement.scrollWidth") > NARROW
