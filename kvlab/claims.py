@@ -5,8 +5,8 @@ A chapter gives each verdict in a cell of its own::
     claims.verdict("A3", "holds", f"{bytes_per_token} bytes a token", "computed")
 
 The verdict is shown to the reader and stored, machine-readable, with the cell's output. ``python -m kvlab.claims
-NOTEBOOK... --out FILE`` reads the executed notebooks and writes the ledger: every claim, what was found, how, and a link
-to the cell that found it.
+NOTEBOOK... --out FILE`` reads the executed notebooks and writes the ledger: every claim, what was found, how, and a
+link to the cell that found it.
 """
 
 from __future__ import annotations
@@ -243,15 +243,15 @@ def ledger(notebooks: Iterable[str | Path]) -> str:
             "",
             "# The claims, and what became of them",
             "",
-            "Two survey articles of 2026 are this book's starting point. Each of their claims is treated as a hypothesis. "
-            "A chapter tests it and gives one of four verdicts: it **holds**; it **holds if** a condition is met, which is "
-            "named; it is **wrong**, with the right value; or it is **untested**. The last column leads to the cell that "
-            "produced the figure. *Computed* figures follow from shapes and rates, *measured* ones from a record of the "
-            "machine named, *simulated* ones from a model of a server.",
+            "Two survey articles of 2026 are this book's starting point. Each of their claims is treated as a "
+            "hypothesis. A chapter tests it and gives one of four verdicts: it **holds**; it **holds if** a condition is "
+            "met, which is named; it is **wrong**, with the right value; or it is **untested**. The last column leads to "
+            "the cell that produced the figure. *Computed* figures follow from shapes and rates, *measured* ones from a "
+            "record of the machine named, *simulated* ones from a model of a server.",
             "",
             f"Of {len(all_claims())} claims, {counts['holds']} hold, {counts['holds if']} hold under a condition, "
-            f"{counts['wrong']} are wrong and {counts['untested']} are untested so far. Where two chapters settled one, it "
-            "counts by the harder verdict.",
+            f"{counts['wrong']} are wrong and {counts['untested']} are untested so far. Where two chapters settled one, "
+            "it counts by the harder verdict.",
             "",
             "| id | claim, in short | verdict | our figure | how | chapter |",
             "|---|---|---|---|---|---|",

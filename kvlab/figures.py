@@ -152,8 +152,8 @@ def records(
     """The committed measurements that fit, as dicts, in the order of their files.
 
     Shapes and units: ``bench`` is a whole name ("ceilings.read") or the part before the dot; ``device`` is found
-    anywhere in the record's ("H200"); ``impl`` and all others (dtype, unit, version, ...) must be equal, and a name that
-    is no field of a record is looked up in its shape. A record has the fields run, bench, impl, version, shape (a dict),
+    anywhere in the record's ("H200"); ``impl`` and all others (dtype, unit, version, ...) must be equal, and a name
+    that is no field of a record is looked up in its shape. A record has run, bench, impl, version, shape (a dict),
     dtype, value, unit, ms, spread, error, device, driver, torch, triton, date and commit.
 
     Raises: FileNotFoundError outside a checkout of the repository; LookupError where no record fits.
@@ -339,7 +339,7 @@ def cache_map(cache: Any, ax: Axes | None = None) -> Figure:
     if ax is None:
         fig, ax = figure(6.8, min(0.9 + 0.34 * rows, 6.0))
     else:
-        fig = ax.figure
+        fig = ax.get_figure(root=True)  # type: ignore[assignment]
     assert ax is not None
     by_row = {row: seq_id for seq_id, row in owners.items()}
     countable = slots <= 64

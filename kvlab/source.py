@@ -124,10 +124,10 @@ def _located(obj: Any) -> tuple[str, Path | None, int]:
         file = inspect.getsourcefile(inner) or ""
     except (OSError, TypeError) as error:
         raise ValueError(
-            f"source not available for {name}: it is built in, or was defined through exec, which keeps no source; run the "
-            f"chapter as a notebook, as a script or from a file ({error})"
+            f"source not available for {name}: it is built in, or was defined through exec, which keeps no source; "
+            f"run as a notebook, as a script or from a file ({error})"
         ) from None
-    if not lines or (inspect.isfunction(inner) and not _holds(lines, inner)):
+    if not lines or not (inspect.ismodule(inner) or _holds(lines, inner)):
         raise ValueError(
             f"source not available for {name}: its file changed after it was imported; restart and import again"
         )
@@ -139,7 +139,7 @@ def _located(obj: Any) -> tuple[str, Path | None, int]:
 
 def _holds(lines: list[str], function: Any) -> bool:
     text = "".join(lines)
-    return f"def {function.__name__}" in text or "lambda" in text
+    return any(f"{word} {function.__name__}" in text for word in ("def", "class")) or "lambda" in text
 
 
 def _without_docstrings(source: str) -> str:

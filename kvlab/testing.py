@@ -18,6 +18,7 @@ import inspect
 import itertools
 import sys
 import tempfile
+import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ def _largest(x: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-# --- attention over pages ----------------------------------------------------------------------------------------------
+# --- attention over pages --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -358,8 +359,14 @@ CACHES: tuple[CacheCase, ...] = (
     CacheCase("lengths 0 and 1", (("append", {0: 0, 1: 1, 2: 3}), ("append", {0: 1, 1: 0, 2: 1}))),
     CacheCase("page edge", (("append", {0: 3, 1: 4, 2: 5}), *[("append", {0: 1, 1: 1, 2: 1})] * 6)),
     CacheCase("chunk that ends in mid-page", (("append", {0: 6}), ("append", {0: 3, 1: 7}), ("append", {1: 2, 0: 6}))),
-    CacheCase("order of the batch changes", (("append", {2: 5, 0: 2}), ("append", {0: 3, 2: 1}), ("append", {1: 1, 2: 2, 0: 1}))),
-    CacheCase("to the last slot", (("append", {0: 24, 1: 23}), ("append", {1: 1}), ("truncate", 0, 20), ("append", {0: 4}))),
+    CacheCase(
+        "order of the batch changes",
+        (("append", {2: 5, 0: 2}), ("append", {0: 3, 2: 1}), ("append", {1: 1, 2: 2, 0: 1})),
+    ),
+    CacheCase(
+        "to the last slot",
+        (("append", {0: 24, 1: 23}), ("append", {1: 1}), ("truncate", 0, 20), ("append", {0: 4})),
+    ),
     CacheCase("group 5", (("append", {0: 5, 1: 3}), ("append", {0: 2, 1: 1})), num_heads=10),
     CacheCase("group 7", (("append", {0: 5, 1: 3}), ("append", {0: 2, 1: 1})), num_heads=7, num_kv_heads=1),
     CacheCase("head size 80", (("append", {0: 5, 1: 3}), ("append", {0: 2, 1: 1})), head_dim=80),
@@ -368,12 +375,15 @@ CACHES: tuple[CacheCase, ...] = (
         "fork of a half-full block",
         (("append", {0: 6}), ("fork", 0, 1), ("append", {0: 1, 1: 1}), ("append", {1: 3}), ("append", {0: 2, 1: 1})),
     ),
-    CacheCase("fork of a full block", (("append", {0: 8}), ("fork", 0, 1), ("append", {1: 1, 0: 1}), ("append", {0: 4, 1: 5}))),
+    CacheCase(
+        "fork of a full block",
+        (("append", {0: 8}), ("fork", 0, 1), ("append", {1: 1, 0: 1}), ("append", {0: 4, 1: 5})),
+    ),
     CacheCase(
         "fork of a fork, the parents gone",
         (
-            ("append", {0: 6}), ("fork", 0, 1), ("fork", 1, 2), ("append", {1: 1}), ("free", 0), ("append", {2: 3, 1: 2}),
-            ("free", 1), ("append", {2: 1, 3: 9}),
+            ("append", {0: 6}), ("fork", 0, 1), ("fork", 1, 2), ("append", {1: 1}), ("free", 0),
+            ("append", {2: 3, 1: 2}), ("free", 1), ("append", {2: 1, 3: 9}),
         ),
     ),
     CacheCase("fork of an empty sequence", (("append", {0: 0}), ("fork", 0, 1), ("append", {1: 2, 0: 3}))),
@@ -383,11 +393,13 @@ CACHES: tuple[CacheCase, ...] = (
     ),
     CacheCase(
         "rewind over a page",
-        (("append", {0: 10, 1: 4}), ("truncate", 0, 3), ("append", {0: 6, 1: 1}), ("truncate", 0, 8), ("append", {0: 1})),
+        (("append", {0: 10, 1: 4}), ("truncate", 0, 3), ("append", {0: 6, 1: 1}), ("truncate", 0, 8),
+         ("append", {0: 1})),
     ),
     CacheCase(
         "rewind of a fork leaves its parent",
-        (("append", {0: 7}), ("fork", 0, 1), ("append", {1: 4}), ("truncate", 1, 5), ("append", {1: 2}), ("append", {0: 1})),
+        (("append", {0: 7}), ("fork", 0, 1), ("append", {1: 4}), ("truncate", 1, 5), ("append", {1: 2}),
+         ("append", {0: 1})),
     ),
     CacheCase("rewind to nothing", (("append", {0: 5}), ("truncate", 0, 0), ("append", {0: 2}))),
     CacheCase(
@@ -398,11 +410,13 @@ CACHES: tuple[CacheCase, ...] = (
     CacheCase("an id is used again", (("append", {0: 7}), ("free", 0), ("append", {0: 3, 1: 2}), ("append", {0: 2}))),
     CacheCase(
         "freed pages come back in another order",
-        (("append", {0: 9, 1: 9, 2: 5}), ("free", 1), ("free", 0), ("append", {3: 13, 2: 4}), ("append", {3: 1, 2: 1, 0: 6})),
+        (("append", {0: 9, 1: 9, 2: 5}), ("free", 1), ("free", 0), ("append", {3: 13, 2: 4}),
+         ("append", {3: 1, 2: 1, 0: 6})),
     ),
     CacheCase(
         "one path of a tree is kept",
-        (("append", {0: 6}), ("tree", 0, [0b1, 0b11, 0b101, 0b1001, 0b10101]), ("keep", 0, 6, [0, 2, 4]), ("append", {0: 2})),
+        (("append", {0: 6}), ("tree", 0, [0b1, 0b11, 0b101, 0b1001, 0b10101]), ("keep", 0, 6, [0, 2, 4]),
+         ("append", {0: 2})),
     ),
     CacheCase(
         "a path kept behind a fork leaves its parent",
@@ -532,7 +546,7 @@ def _forward(
     cache: KVCache, dense: _Dense, new: Mapping[int, int], tree: Sequence[int] | None, pretended: Mapping[int, int],
     config: ModelConfig, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str, where: str,
 ) -> None:  # fmt: skip
-    """One pass: prepare, then in each layer attend, held against the dense sequences. ``pretended``: false past lengths."""
+    """One pass: prepare, then attend in each layer, held against the dense sequences. ``pretended``: false lengths."""
     if not new:
         return
     past = {s: pretended.get(s, cache.length(s)) for s in new}
@@ -592,7 +606,8 @@ def planted(fn: Any, replace: Replacement, *, give: str | None = None) -> Any:
 
     Source: chapter 02.
     """
-    pairs = [replace] if isinstance(replace, tuple) and isinstance(replace[0], str) else list(replace)
+    single = isinstance(replace, tuple) and len(replace) == 2 and isinstance(replace[0], str)
+    pairs: list[Any] = [replace] if single else list(replace)
     if not pairs:
         raise ValueError("replace is empty; a planted bug needs at least one (old, new) pair")
     seeded: dict[str, Any] = {}
@@ -617,8 +632,6 @@ def planted(fn: Any, replace: Replacement, *, give: str | None = None) -> Any:
             start = max(first - 1, 0)
             changed = "".join([*whole[:start], new, *whole[start + len(lines) :]])
         else:
-            import textwrap
-
             changed, seeded, path = textwrap.dedent(new), dict(inner.__globals__), Path("cell.py")
     module = _module(changed, path.stem, seeded)
     if not hasattr(module, name):

@@ -219,7 +219,9 @@ def close(value: Any, expected: Tensor, *, rel: float = 1e-4, what: str = "the a
     infinite = want.isinf() | got.isinf()
     if not torch.equal(got[infinite], want[infinite]):
         wrong = infinite & (got != want)
-        raise ExerciseError(f"{what} is {got[wrong][0].item():g} at {_place(wrong)}; it must be {want[wrong][0].item():g}")
+        raise ExerciseError(
+            f"{what} is {got[wrong][0].item():g} at {_place(wrong)}; it must be {want[wrong][0].item():g}"
+        )
     error = torch.where(infinite, torch.zeros_like(got), (got - want).abs())
     scale = float(torch.where(infinite, torch.zeros_like(want), want.abs()).max())
     worst = float(error.max())
