@@ -306,7 +306,8 @@ def _swatch(colour: str | None) -> str:
     return f'<span class="kvlab-c-swatch" style="background:{colour}" aria-hidden="true"></span>'
 
 
-# Colours and fonts are inherited, so that the page's theme, light or dark, holds here too.
+# Colours and fonts are inherited, so that the page's theme, light or dark, holds here too. The last rule undoes the
+# light ground that the site's theme puts under the HTML of a cell when it is dark.
 _STYLE = """
 .kvlab-calculator{max-width:46rem;margin:.5rem 0;font-size:.95em;line-height:1.4;color:inherit;box-sizing:border-box}
 .kvlab-calculator *{box-sizing:border-box}
@@ -341,6 +342,8 @@ div.kvlab-calculator th{text-align:left;font-weight:400}
 div.kvlab-calculator td{text-align:right;font-variant-numeric:tabular-nums;font-weight:600}
 .kvlab-c-swatch{display:inline-block;width:.8em;height:.8em;margin-right:.45em;border:1px solid currentColor;
 border-radius:2px;vertical-align:-.05em}
+html[data-theme=dark] div.text_html:has(>.kvlab-calculator){background:transparent!important;color:inherit!important;
+padding:0!important}
 """.replace("\n", "")
 
 _SCRIPT = r"""
