@@ -107,8 +107,8 @@ def config_from_hf(hf: Mapping[str, Any], name: str = "checkpoint") -> ModelConf
 
     Shapes and units: ``hf`` is the parsed JSON object, ``name`` becomes ``ModelConfig.name``. Both spellings of RoPE
     are read: ``rope_parameters``, and ``rope_theta`` beside ``rope_scaling`` (whose kind may stand under ``type``).
-    ``max_seq_len`` is max_position_embeddings; ``dynamic`` and ``yarn`` stretch it, in tokens, to what their factor
-    reaches.
+    ``max_seq_len`` is max_position_embeddings; ``linear``, ``dynamic`` and ``yarn`` stretch it, in tokens, to what
+    their factor reaches.
 
     Raises: ValueError for an unsupported architecture, a field that is missing, of a wrong type, in contradiction
     with another, of a value this decoder does not compute, or not known here.
@@ -306,7 +306,7 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
         outer = hf.get("original_max_position_embeddings")
         merged = {**found, "original_max_position_embeddings": outer} if outer is not None else found
         original = _integer(merged, "original_max_position_embeddings", max_positions)
-    elif kind == "dynamic":
+    elif kind in ("linear", "dynamic"):
         original = max_positions
     implied = max_positions / original if kind == "yarn" and original else None
     factor = _number(found, "factor", implied, where)
@@ -357,8 +357,8 @@ def _theta(hf: Mapping[str, Any], found: Mapping[str, Any], where: str) -> float
 
 
 def _context(rope: RopeConfig, max_positions: int) -> int:
-    """Tokens that the model is meant to reach."""
-    if rope.kind in ("dynamic", "yarn"):
+    """Tokens that the model is meant to reach. Only ``llama3`` configurations name that length themselves."""
+    if rope.kind in ("linear", "dynamic", "yarn"):
         return max(max_positions, int((rope.original_max_seq_len or max_positions) * rope.factor))
     return max_positions
 
@@ -579,8 +579,8 @@ def save(decoder: Decoder, path: str | os.PathLike[str], architecture: str = "Ll
     """Write a decoder as a Hugging Face folder (``config.json``, ``model.safetensors``) that transformers reads too.
 
     Shapes and units: weights are stored in the decoder's dtype, tied embeddings once. ``architecture`` is a key of
-    ``ARCHITECTURES``. Each file appears whole or not at all. Of RoPE's ``dynamic`` and ``yarn`` the layout keeps the
-    trained context and the factor; ``load`` gives as ``max_seq_len`` what these reach.
+    ``ARCHITECTURES``. Each file appears whole or not at all. Of a stretched RoPE the layout keeps the trained context
+    and the factor; ``load`` gives as ``max_seq_len`` what these reach.
 
     Raises: ValueError where the architecture is unknown or cannot describe this decoder, before anything is written.
 
@@ -627,7 +627,9 @@ def _to_hf(config: ModelConfig, architecture: str, dtype: torch.dtype) -> dict[s
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": _trained(config) if config.rope.kind == "dynamic" else config.max_seq_len,
+        "max_position_embeddings": _trained(config)
+        if config.rope.kind in ("linear", "dynamic")
+        else config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope.theta,
@@ -668,11 +670,11 @@ def _rope_to_hf(config: ModelConfig) -> dict[str, Any] | None:
 def _comparable(config: ModelConfig) -> ModelConfig:
     """A configuration without what the layout cannot keep: the context where RoPE stretches it, and spellings."""
     rope = config.rope
-    original = _trained(config) if rope.kind in ("dynamic", "llama3", "yarn") else None
+    original = _trained(config) if rope.kind != "default" else None
     layers = config.sliding_layers
     if config.sliding_window is None or (layers is not None and set(layers) >= set(range(config.num_layers))):
         layers = None
-    stretched = rope.kind in ("dynamic", "yarn")
+    stretched = rope.kind in ("linear", "dynamic", "yarn")
     return replace(
         config,
         max_seq_len=1 if stretched else config.max_seq_len,
