@@ -18,7 +18,7 @@ class Batch:
         token_ids       [T] int64
         positions       [T] int64, what RoPE and windows use
         cu_seqlens_q    [B + 1] int32, where each sequence's new tokens start
-        seq_lens        [B] int32, tokens of each sequence in the cache once this pass is done
+        seq_lens        [B] int32, tokens of each sequence in the cache once this pass is done (0 for a spare row)
         logits_indices  [R] int64, rows of the T whose logits are wanted
         tree_mask       [T] int64 or None; bit j: this token sees new token j of its own sequence
         q_lens, past_lens   the same facts as Python lists, so that no host code ever reads the device
@@ -60,7 +60,7 @@ class Batch:
         a new token; a token's position is then its depth, the number of bits set below itself.
 
         Raises: ValueError where the lists disagree in length, a sequence id stands twice, a token id or a past
-        length is negative, or a tree has over 63 new tokens.
+        length is negative, a token id is no integer, or a tree has over 63 new tokens.
 
         Source: chapter 01.
         """
@@ -92,14 +92,18 @@ class Batch:
             wanted = list(range(starts[-1]))
         else:
             wanted = [starts[b + 1] - 1 for b in range(len(q_lens)) if q_lens[b]]
-        flat = [t for tokens in new_tokens for t in tokens]
+        flat = torch.tensor([t for tokens in new_tokens for t in tokens])
+        if flat.numel() and flat.dtype != torch.int64:
+            raise ValueError(f"new_tokens hold {flat.dtype} values; token ids must be integers")
         return cls(
             seq_ids=list(seq_ids),
-            token_ids=torch.tensor(flat, dtype=torch.int64, device=device),
+            token_ids=flat.to(device, torch.int64),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(
-                [p + q for p, q in zip(past_lens, q_lens, strict=True)], dtype=torch.int32, device=device
+                [0 if s is None else p + q for s, p, q in zip(seq_ids, past_lens, q_lens, strict=True)],
+                dtype=torch.int32,
+                device=device,
             ),
             logits_indices=torch.tensor(wanted, dtype=torch.int64, device=device),
             q_lens=q_lens,

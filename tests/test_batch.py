@@ -83,3 +83,11 @@ def test_spare_rows_may_repeat():
 def test_refuses(arguments, options, named):
     with pytest.raises(ValueError, match=named):
         Batch.build(*arguments, **options)
+
+
+def test_a_spare_row_sees_no_keys_and_ids_must_be_integers():
+    batch = Batch.build([7, None], [[1, 2], [0]], [3, 0])
+    assert batch.seq_lens.tolist() == [5, 0]
+    for wrong in ([1.7], [True]):
+        with pytest.raises(ValueError, match="must be integers"):
+            Batch.build([7], [wrong], [0])
