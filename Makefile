@@ -77,7 +77,7 @@ bench: $(STAMP) ## this machine's figures: make bench BENCH=decode
 	$(PY) -m kvlab.bench $(BENCH)
 
 doctor: ## what this machine gives, what is missing, and the command that mends it
-	@$(ANY_PY) -m kvlab.doctor
+	@$(ANY_PY) kvlab/doctor.py
 
 test-gpu: ## tests and chapters on a machine with a GPU, with or without Jupyter
 	$(ANY_PY) -m pytest tests

@@ -6,13 +6,9 @@ nbval runs the cells of the chapters. Left to itself it passes a line magic that
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "book"))
 
 
 @pytest.hookimpl(wrapper=True)

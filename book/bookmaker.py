@@ -84,14 +84,12 @@ def differences(md: Path) -> list[str]:
         return [f"{named(ipynb)} is missing: run `make chapters`"]
     ours, theirs = content(read_source(md)), content(nbformat.read(ipynb, as_version=4))
     found = [
-        f"{named(ipynb)}: cell {i + 1} differs from {md.name}: {a[1][:60]!r} there, {b[1][:60]!r} here; run `make chapters`"
+        f"{named(ipynb)}: cell {i + 1} differs from {md.name} ({b[1][:60]!r}, not {a[1][:60]!r}); run `make chapters`"
         for i, (a, b) in enumerate(zip(ours, theirs, strict=False))
         if a != b
     ]
     if len(ours) != len(theirs):
-        found.append(
-            f"{named(ipynb)} has {len(theirs)} cells and {md.name} {len(ours)}: run `make chapters` after an edit of either"
-        )
+        found.append(f"{named(ipynb)} has {len(theirs)} cells and {md.name} {len(ours)}; run `make chapters`")
     return found
 
 
@@ -278,7 +276,9 @@ def assemble(notebooks: dict[Path, Path], source: Path) -> None:
     Raises: BookError where a notebook may not be published or the claims ledger cannot be built.
     """
     shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(ROOT / "book", source, ignore=shutil.ignore_patterns("_build", "bookmaker.py", "measured", "__pycache__"))
+    shutil.copytree(
+        ROOT / "book", source, ignore=shutil.ignore_patterns("_build", "bookmaker.py", "measured", "__pycache__")
+    )
     for md, ipynb in notebooks.items():
         notebook = nbformat.read(ipynb, as_version=4)
         if found := problems(notebook, named(md)):
@@ -325,7 +325,7 @@ def tests_of(number: str) -> list[str]:
         raise BookError(f"no chapter {number} in chapters/; there are {', '.join(p.stem for p in chapters())}")
     with open(ROOT / "pyproject.toml", "rb") as file:
         modules = tomllib.load(file)["tool"]["kvlab"]["chapters"].get(number, [])
-    tests = [f"tests/test_{module}.py" for module in modules]
+    tests = [f"tests/test_{module}.py" for module in [*modules, f"exercises_ch{number}"]]
     return [test for test in tests if (ROOT / test).exists()] + notebooks
 
 

@@ -1,4 +1,4 @@
-"""Sphinx configuration. `make book` copies this folder and the executed chapters to book/_build/source and builds there."""
+"""Sphinx configuration. `make book` copies this folder and the executed chapters to book/_build/source."""
 
 project = "kvlab"
 author = "the kvlab authors"

@@ -72,12 +72,14 @@ def parse(text: str) -> list[Cell]:
 
 
 def _options(body: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """A cell's tags, and how many of its lines are options: ``:name: value`` lines, or a block between ``---`` lines."""
+    """A cell's tags, and how many of its lines are options: ``:name: value``, or a block between ``---`` lines."""
     if body and body[0].strip() == "---":
         end = next((i for i, line in enumerate(body[1:], 1) if line.strip() == "---"), 0)
     else:
         end = next((i for i, line in enumerate(body) if not line.startswith(":")), len(body)) - 1
-    tags = tuple(re.findall(r"[\w-]+", " ".join(line.split("tags:", 1)[1] for line in body[: end + 1] if "tags:" in line)))
+    tags = tuple(
+        re.findall(r"[\w-]+", " ".join(line.split("tags:", 1)[1] for line in body[: end + 1] if "tags:" in line))
+    )
     return tags, end + 1
 
 
@@ -115,8 +117,11 @@ def display(*objects: Any, raw: bool = False, metadata: dict[str, Any] | None = 
     for thing in objects:
         if raw and isinstance(thing, dict):
             picture = next((mime for mime in thing if mime.startswith("image/")), None)
-            alt = ((metadata or {}).get(picture) or metadata or {}).get("alt", "no alternative text")
-            print(f"[figure: {alt}]" if picture else thing.get("text/markdown") or thing.get("text/plain") or "[output]")
+            if picture is not None:
+                about = (metadata or {}).get(picture) or metadata or {}
+                print(f"[figure: {about.get('alt', 'no alternative text')}]")
+            else:
+                print(thing.get("text/markdown") or thing.get("text/plain") or "[output]")
         elif type(thing).__module__.startswith("matplotlib"):
             print("[figure]")
         else:
@@ -151,8 +156,8 @@ def _stand_in_for_ipython() -> dict[str, types.ModuleType]:
 def run(path: Path | str) -> dict[str, Any]:
     """Run all code cells of a chapter in one namespace, and return that namespace.
 
-    The last expression of a cell is shown, as in a notebook. A cell tagged ``raises-exception`` must raise; its error is
-    printed and the chapter goes on. Any other error ends it.
+    The last expression of a cell is shown, as in a notebook. A cell tagged ``raises-exception`` must raise; its error
+    is printed and the chapter goes on. Any other error ends it.
 
     Shapes and units: ``path`` names the .md file.
 
@@ -197,13 +202,15 @@ def run(path: Path | str) -> dict[str, Any]:
 
 def _run_cell(source: str, file: Path, module: types.ModuleType) -> None:
     tree = ast.parse(source, str(file))
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, str(file), "exec"), vars(module))
+        return
+    tree.body.pop()
     exec(compile(tree, str(file), "exec"), vars(module))
-    if last is not None:
-        value = eval(compile(ast.Expression(last.value), str(file), "eval"), vars(module))
-        ends_quietly = source.rstrip().endswith(";")
-        if value is not None and not ends_quietly:
-            display(value)
+    value = eval(compile(ast.Expression(last.value), str(file), "eval"), vars(module))
+    if value is not None and not source.rstrip().endswith(";"):
+        display(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

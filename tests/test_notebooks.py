@@ -18,10 +18,8 @@ nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install nb
 pytest.importorskip("nbclient", reason="needs Jupyter: pip install nbclient jupytext")
 jupytext = pytest.importorskip("jupytext", reason="needs Jupyter: pip install jupytext")
 
+bookmaker = pytest.importorskip("bookmaker")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "book"))
-import bookmaker
-
 CHAPTERS = bookmaker.chapters()
 each_chapter = pytest.mark.parametrize("md", CHAPTERS, ids=[str(p.relative_to(ROOT)) for p in CHAPTERS])
 HEADER = """---
@@ -213,7 +211,17 @@ def nbval_report(tmp_path_factory) -> dict[str, str]:
     never = [nbformat.v4.new_code_cell("print('fine')")]
     nbformat.write(nbformat.v4.new_notebook(cells=never, metadata=bookmaker.METADATA), folder / "never.ipynb")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--nbval-lax", "--nbval-current-env", str(folder)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-rA",
+            "--nbval-lax",
+            "--nbval-current-env",
+            str(folder),
+        ],
         capture_output=True,
         text=True,
         cwd=folder,

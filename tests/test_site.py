@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import browser
 import pytest
 
 pytest.importorskip("sphinx", reason="needs Sphinx: make setup")
 pytest.importorskip("jupytext", reason="needs Jupyter: make setup")
+bookmaker = pytest.importorskip("bookmaker")
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "book"), str(ROOT / "tests")]
-import bookmaker
-import browser
 
 needs_browser = pytest.mark.skipif(browser.find() is None, reason="no Chromium or Chrome: apt-get install chromium")
 NARROW, WIDE = 380, 1280
@@ -138,8 +137,10 @@ def test_each_chapter_offers_its_executed_notebook(site, pages, chapters):
 
 
 def test_chapters_lead_to_each_other(pages, chapters):
-    for before, after in zip(chapters, chapters[1:], strict=False):
-        links = lambda name: {(a.get("class"), a.get("href")) for t, a in pages[f"chapters/{name}.html"].found if t == "a"}  # noqa: E731
+    def links(name: str) -> set[tuple[str | None, str | None]]:
+        return {(a.get("class"), a.get("href")) for tag, a in pages[f"chapters/{name}.html"].found if tag == "a"}
+
+    for before, after in pairwise(chapters):
         assert ("right-next", f"{after}.html") in links(before)
         assert ("left-prev", f"{before}.html") in links(after)
 
@@ -172,10 +173,15 @@ def test_all_mathematics_is_typeset(site, pages, tab):
         if not written:
             continue
         tab.open((site / name).as_uri())
-        bare = tab.evaluate("[...document.querySelectorAll('.math')].filter(m => !m.querySelector('mjx-container')).length")
+        bare = tab.evaluate(
+            "[...document.querySelectorAll('.math')].filter(m => !m.querySelector('mjx-container')).length"
+        )
         errors = tab.evaluate("document.querySelectorAll('mjx-merror, [data-mml-node=merror]').length")
         height = tab.evaluate("document.querySelector('mjx-container').getBoundingClientRect().height")
-        font = tab.evaluate("document.fonts.ready.then(f => [...f].filter(x => x.family.startsWith('MJX') && x.status == 'loaded').length)")
+        font = tab.evaluate(
+            "document.fonts.ready.then(fonts => "
+            "[...fonts].filter(f => f.family.startsWith('MJX') && f.status == 'loaded').length)"
+        )
         if bare or errors or height < 5 or not font:
             faults.append(f"{name}: {bare} of {written} left as text, {errors} errors, {font} fonts")
         seen += written
@@ -198,11 +204,12 @@ def test_search_finds_a_word(site, tab):
 def test_dark_mode_changes_the_page(site, tab):
     tab.resize(WIDE)
     tab.open((site / "index.html").as_uri())
-    colours = set()
-    for _ in range(3):  # the button goes through auto, light and dark
-        tab.evaluate("[...document.querySelectorAll('.theme-switch-button')].find(b => b.offsetParent).click()")
-        colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert len(colours) == 2
+    colours = {}
+    for mode in ("light", "dark"):
+        tab.evaluate(f"document.querySelector('.theme-change-button[data-mode={mode}]').click()")
+        tab.evaluate("document.getAnimations().forEach(a => a.finish())")
+        colours[mode] = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert colours["light"] != colours["dark"]
 
 
 @needs_browser
