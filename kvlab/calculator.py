@@ -205,7 +205,7 @@ def _constants() -> dict[str, Any]:
             "read_slope": slope,
             "read_all": every,
             "kv": costs.kv_bytes_per_token(shape, "int8"),
-            "shards": 1 if shape.mla else shape.num_kv_heads,
+            "heads": 1 if shape.mla else shape.num_kv_heads,
             "flops_linear": one.flops_linear,
             "flops_attention": one.flops_attention,
             "remarks": _model_remarks(name),
@@ -359,8 +359,8 @@ function (data) {
   function estimate(s) {
     const m = data.models[s.model], card = data.cards[s.card];
     const total = card.memory * s.num_gpus, usable = card.memory * s.num_gpus * s.utilization;
-    const shards = Math.min(s.num_gpus, m.shards);
-    const perToken = m.kv * data.dtypes[s.kv_dtype] * s.num_gpus / shards;
+    const fullest = Math.ceil(m.heads / s.num_gpus);
+    const perToken = m.kv * data.dtypes[s.kv_dtype] * s.num_gpus * fullest / m.heads;
     const weights = m.weights * data.dtypes[s.weight_dtype];
     const maxTokens = usable < weights ? 0 : floorDivide(usable - weights, perToken);
     const kv = perToken * s.context * s.batch, reserved = total - usable;

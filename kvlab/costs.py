@@ -180,9 +180,10 @@ def forward(config: ModelConfig, q_lens: Sequence[int], kv_lens: Sequence[int], 
 
     Shapes and units: ``q_lens[b]`` new tokens, ``kv_lens[b]`` tokens of the sequence once the pass is done.
 
-    Attention counts 4 * H * D operations a visible pair (a product for the score and one for the value); for latent
-    attention the absorbed form that decodes use, 2 * H * (2 * kv_lora_rank + qk_rope_head_dim). The weights of a
-    mixture of experts are counted as if each token chose other experts, up to all of them.
+    Sliding windows are not subtracted. Attention counts 4 * H * D operations a visible pair (a product for the score
+    and one for the value); for latent attention the absorbed form that decodes use, 2 * H * (2 * kv_lora_rank +
+    qk_rope_head_dim). The weights of a mixture of experts are counted as if each token chose other experts, up to all
+    of them.
 
     Raises: ValueError where the lists disagree in length, as ``visible_pairs``, or for an unknown dtype.
 
@@ -337,7 +338,8 @@ def capacity(
 
     Shapes and units: ``utilization`` is the part of the memory that weights and cache may take, the rest being left
     to activations and the runtime (vLLM's gpu_memory_utilization). Over several cards the KV heads are split, and
-    copied where there are fewer heads than cards; the latent of MLA is copied to each.
+    copied where there are fewer heads than cards; where they do not divide, the card with most of them is the limit.
+    The latent of MLA is copied to each.
 
     Raises: ValueError for a size under 1, a utilization outside (0, 1], or an unknown dtype.
 
@@ -347,8 +349,9 @@ def capacity(
         raise ValueError(f"memory is {memory}, seq_len {seq_len}, num_gpus {num_gpus}; each must be positive")
     if not 0 < utilization <= 1:
         raise ValueError(f"utilization is {utilization}; it must be over 0 and at most 1")
-    shards = 1 if config.mla is not None else min(num_gpus, config.num_kv_heads)
-    per_token = kv_bytes_per_token(config, kv_dtype) * num_gpus / shards
+    heads = 1 if config.mla is not None else config.num_kv_heads
+    fullest = -(-heads // num_gpus)  # heads on the card that has most of them
+    per_token = kv_bytes_per_token(config, kv_dtype) * num_gpus * fullest / heads
     weights = weight_bytes(config, weight_dtype)
     usable = memory * num_gpus * utilization
     max_tokens = max(0, int((usable - weights) // per_token))

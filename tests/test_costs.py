@@ -343,7 +343,8 @@ def test_the_cards_offered_cover_the_sizes_of_the_book() -> None:
 def brute_force_tokens(shape: ModelConfig, memory: float, num_gpus: int, utilization: float) -> int:
     """Add tokens until the next one would not fit; each GPU is filled by itself where KV heads are copied."""
     room = memory * num_gpus * utilization - costs.num_parameters(shape).total * 2
-    copies = num_gpus if shape.mla else max(1, num_gpus / shape.num_kv_heads)
+    heads = 1 if shape.mla else shape.num_kv_heads
+    copies = num_gpus * max(sum(h % num_gpus == g for h in range(heads)) for g in range(num_gpus)) / heads
     elements = 16 if shape.mla else 2 * shape.num_kv_heads * shape.head_dim
     token = 2 * shape.num_layers * elements * copies
     tokens = 0
