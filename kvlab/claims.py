@@ -126,14 +126,15 @@ def verdict(
         f"**{_escaped(found.sentence)}** · {_escaped(found.figure)} ({_escaped(found.how)})"
     )
     plain = f"{id}: {claim.text}\n  {found.sentence}: {found.figure} ({found.how})"
-    display.emit({MIME: asdict(found), "text/markdown": line, "text/plain": plain})
+    # In the metadata: as a representation of its own it would be one that no front end knows.
+    display.emit({"text/markdown": line, "text/plain": plain}, {MIME: asdict(found)})
 
 
 # --- the ledger ----------------------------------------------------------------------------------------------------
 
 
 def read(notebook: str | Path) -> list[Verdict]:
-    """The verdicts that an executed notebook's outputs hold, in order.
+    """The verdicts that an executed notebook's outputs hold in their metadata, in order.
 
     Raises: ValueError naming the notebook where it cannot be read, or gives two verdicts on one claim.
 
@@ -146,13 +147,12 @@ def read(notebook: str | Path) -> list[Verdict]:
     found: list[Verdict] = []
     for cell in cells:
         for output in cell.get("outputs", []):
-            data: Any = output.get("data", {}).get(MIME)
-            if data is None:
+            parts: Any = output.get("metadata", {}).get(MIME)
+            if parts is None:
                 continue
             try:
-                parts = json.loads(data) if isinstance(data, str) else dict(data)
                 one = make(**{k: v for k, v in parts.items() if v or k not in ("condition", "right_value")})
-            except (TypeError, ValueError) as error:
+            except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{notebook} holds a verdict that is none: {error}") from None
             if any(one.id == other.id for other in found):
                 raise ValueError(f"{notebook} gives two verdicts on {one.id}; a chapter gives one")
@@ -244,14 +244,14 @@ def ledger(notebooks: Iterable[str | Path]) -> str:
             "# The claims, and what became of them",
             "",
             "Two survey articles of 2026 are this book's starting point. Each of their claims is treated as a "
-            "hypothesis. A chapter tests it and gives one of four verdicts: it **holds**; it **holds if** a condition is "
-            "met, which is named; it is **wrong**, with the right value; or it is **untested**. The last column leads to "
-            "the cell that produced the figure. *Computed* figures follow from shapes and rates, *measured* ones from a "
-            "record of the machine named, *simulated* ones from a model of a server.",
+            "hypothesis. A chapter tests it and gives one of four verdicts: it **holds**; it **holds if** a condition "
+            "is met, which is named; it is **wrong**, with the right value; or it is **untested**. The last column "
+            "leads to the cell that produced the figure. *Computed* figures follow from shapes and rates, *measured* "
+            "ones from a record of the machine named, *simulated* ones from a model of a server.",
             "",
-            f"Of {len(all_claims())} claims, {counts['holds']} hold, {counts['holds if']} hold under a condition, "
-            f"{counts['wrong']} are wrong and {counts['untested']} are untested so far. Where two chapters settled one, "
-            "it counts by the harder verdict.",
+            f"Of {len(all_claims())} claims: holds {counts['holds']}, holds if {counts['holds if']}, wrong "
+            f"{counts['wrong']}, untested so far {counts['untested']}. One that two chapters settled counts by the "
+            "harder verdict.",
             "",
             "| id | claim, in short | verdict | our figure | how | chapter |",
             "|---|---|---|---|---|---|",

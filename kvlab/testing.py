@@ -161,9 +161,9 @@ class AttentionCase:
             values = torch.randn(length, self.num_kv_heads, v_dim, generator=rng)
             if self.content != "random":
                 keys = torch.ones_like(keys)
-            for i in range(length):
-                page, slot = int(table[b, i // self.block_size]), i % self.block_size
-                k_cache[page, slot], v_cache[page, slot] = keys[i].to(dtype), values[i].to(dtype)
+            at = torch.arange(length)
+            page, slot = table[b, at // self.block_size].long(), at % self.block_size
+            k_cache[page, slot], v_cache[page, slot] = keys.to(dtype), values.to(dtype)
         starts = [0, *itertools.accumulate(self.q_lens)]
         options = dict(self.options)
         if self.sinks:

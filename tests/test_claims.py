@@ -1,0 +1,146 @@
+"""Verdicts: what a chapter may say about a claim, and the ledger built from what chapters said."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from kvlab import claims
+
+
+def notebook(path, *verdicts):
+    """An executed notebook whose cells gave these verdicts."""
+    cells = [
+        {
+            "cell_type": "code", "source": "claims.verdict(...)", "metadata": {}, "execution_count": 1,
+            "outputs": [{"output_type": "display_data", "metadata": {claims.MIME: dict(vars(v))}, "data": {}}],
+        }
+        for v in verdicts
+    ]  # fmt: skip
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+A3 = claims.make("A3", "holds", "4,096 bytes", "computed")
+A11 = claims.make("A11", "holds if", "1.07 billion | each", "computed", condition="for one head")
+B3 = claims.make("B3", "wrong", "2.62 MB", "computed", right_value="2.62 MB")
+
+
+def test_there_are_68_claims_and_each_has_a_chapter():
+    ids = list(claims.all_claims())
+    assert ids == [f"A{i}" for i in range(1, 39)] + [f"B{i}" for i in range(1, 31)]
+    for claim in claims.all_claims().values():
+        assert claim.chapters
+        assert all(re.fullmatch(r"\d\d[a-z]?", chapter) for chapter in claim.chapters)
+        assert len(claim.text) > 20
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (("A99", "holds", "1", "computed"), {}, "id is 'A99'"),
+        (("a3", "holds", "1", "computed"), {}, "id is 'a3'"),
+        (("A3", "true", "1", "computed"), {}, "must be one of: holds, holds if, wrong, untested"),
+        (("A3", "holds", "", "computed"), {}, "figure"),
+        (("A3", "holds", 4096, "computed"), {}, "figure"),
+        (("A3", "holds", "1", "guessed"), {}, "how"),
+        (("A3", "holds", "1", "measured on"), {}, "how"),
+        (("A3", "holds", "1", "measured"), {}, "how"),
+        (("A3", "holds if", "1", "computed"), {}, "condition"),
+        (("A3", "holds if", "1", "computed"), {"condition": " "}, "condition"),
+        (("A3", "holds", "1", "computed"), {"condition": "always"}, "condition"),
+        (("A3", "wrong", "1", "computed"), {}, "right_value"),
+        (("A3", "holds", "1", "computed"), {"right_value": "2"}, "right_value"),
+    ],
+)
+def test_a_verdict_that_lacks_something_is_refused(args, kwargs, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        claims.verdict(*args, **kwargs)
+
+
+def test_a_script_prints_the_verdict(capsys):
+    claims.verdict("A11", "holds if", "1.07 billion", "computed", condition="for one head")
+    out = capsys.readouterr().out
+    assert out.startswith("A11: ")
+    assert "holds if for one head: 1.07 billion (computed)" in out
+
+
+def test_the_ledger_of_nothing_has_all_rows_and_says_who_will_test_them():
+    text = claims.ledger([])
+    for claim in claims.all_claims().values():
+        assert text.count(f"**{claim.id}**") == 1
+    assert text.count("untested yet") == sum(len(c.chapters) for c in claims.all_claims().values())
+    assert "chapter 03b will test it" in text
+    assert "holds 0, holds if 0, wrong 0, untested so far 68." in text
+
+
+def test_the_ledger_shows_each_verdict_with_figure_how_and_link(tmp_path):
+    nb = notebook(tmp_path / "00_memory_wall.ipynb", A3, A11, B3)
+    text = claims.ledger([nb])
+    row = next(line for line in text.splitlines() if "**A3**" in line)
+    assert "**holds** | 4,096 bytes | computed" in row
+    assert '<a href="chapters/00_memory_wall.html#claim-a3">00</a>' in row
+    assert "**wrong; right is 2.62 MB**" in text
+    assert "holds 1, holds if 1, wrong 1, untested so far 65." in text
+
+
+def test_rows_keep_six_columns_whatever_a_verdict_says(tmp_path):
+    text = claims.ledger([notebook(tmp_path / "00_x.ipynb", A3, A11, B3)])
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {8}
+
+
+def test_two_chapters_on_one_claim_are_both_shown(tmp_path):
+    first = notebook(tmp_path / "00_a.ipynb", A11)
+    assert "chapter 03 will test it" in claims.ledger([first]).split("**A11**")[1].split("**A12**")[0]
+    second = notebook(
+        tmp_path / "03_b.ipynb", claims.make("A11", "wrong", "9 ms", "measured on an H200", right_value="9 ms")
+    )
+    part = claims.ledger([second, first]).split("**A11**")[1].split("**A12**")[0]
+    assert part.index("holds if for one head") < part.index("wrong; right is 9 ms")
+    assert "holds if 0, wrong 1," in claims.ledger([first, second])
+
+
+def test_the_ledger_does_not_depend_on_the_order_of_notebooks(tmp_path):
+    a = notebook(tmp_path / "00_a.ipynb", A11, A3)
+    b = notebook(tmp_path / "03_b.ipynb", A11)
+    assert claims.ledger([a, b]) == claims.ledger([b, a])
+
+
+def test_conflicts_and_strangers_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="two verdicts on A3"):
+        claims.ledger([notebook(tmp_path / "00_a.ipynb", A3, A3)])
+    with pytest.raises(ValueError, match="belongs to chapter 00"):
+        claims.ledger([notebook(tmp_path / "01_a.ipynb", A3)])
+    with pytest.raises(ValueError, match="both chapter 00"):
+        claims.ledger([notebook(tmp_path / "00_b.ipynb", A3), notebook(tmp_path / "00_c.ipynb", A3)])
+    with pytest.raises(ValueError, match="no chapter's name"):
+        claims.ledger([notebook(tmp_path / "notes.ipynb", A3)])
+    (tmp_path / "02_x.ipynb").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        claims.ledger([tmp_path / "02_x.ipynb"])
+    forged = notebook(tmp_path / "00_d.ipynb", claims.Verdict("A3", "certainly", "1", "computed"))
+    with pytest.raises(ValueError, match="a verdict that is none"):
+        claims.ledger([forged])
+
+
+def test_the_command_writes_the_ledger_and_names_what_is_owed(tmp_path, capsys):
+    nb = notebook(tmp_path / "01_naive.ipynb")
+    out = tmp_path / "book" / "claims.md"
+    assert claims.main([str(nb), "--out", str(out)]) == 0
+    assert "gives no verdict on B2" in capsys.readouterr().err
+    assert out.read_text() == claims.ledger([nb])
+    assert claims.main([str(nb), "--out", str(out), "--strict"]) == 1
+    settled = notebook(
+        tmp_path / "01_naive.ipynb", claims.make("B2", "holds if", "1.9", "computed", condition="n is long")
+    )
+    assert claims.main([str(settled), "--out", str(out), "--strict"]) == 0
+    (tmp_path / "07_bad.ipynb").write_text("[]")
+    assert claims.main([str(tmp_path / "07_bad.ipynb"), "--out", str(out)]) == 1
+
+
+def test_markdown_shows_words_as_they_stand():
+    assert claims._escaped("a_b*c `x_y|z` <k>") == r"a\_b\*c `x_y|z` &lt;k&gt;"
+    assert claims._cell("`x|y` z|w") == r"`x\|y` z\|w"

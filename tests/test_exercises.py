@@ -1,0 +1,183 @@
+"""The mechanism of the exercises: right, not yet, and what is wrong said precisely."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+
+import pytest
+import torch
+
+from kvlab import exercises
+from kvlab.exercises import ExerciseError, checker, close, near, number, same_function, whole
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    """A chapter 98 with three exercises: a number, a function, a tensor."""
+    monkeypatch.setattr(exercises, "_CHECKERS", {})
+
+    @checker("98.1")
+    def _(answer):
+        near(answer, 42.0, 0.01)
+
+    @checker("98.2")
+    def _(function):
+        rng = random.Random()
+        cases = [(rng.randint(0, 99), rng.randint(1, 9)) for _ in range(30)]
+        same_function(function, lambda tokens, page: -(-tokens // page), cases)
+
+    @checker("98.10")
+    def _(answer):
+        close(answer, torch.arange(6.0).reshape(2, 3))
+
+
+def test_right_and_not_yet(demo, capsys):
+    exercises.check("98.1", 42.1)
+    exercises.check("98.1", ...)
+    exercises.check("98.2", lambda tokens, page: math.ceil(tokens / page))
+    exercises.check("98.2", lambda tokens, page: ...)
+    exercises.check("98.10", torch.arange(6.0).reshape(2, 3))
+    exercises.check("98.1", (1, ...))
+    assert capsys.readouterr().out.splitlines() == [
+        "98.1: right", "98.1: not yet", "98.2: right", "98.2: not yet", "98.10: right", "98.1: not yet",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (84, "too large by a factor of 2"),
+        (41.0, "too small by 2.4"),
+        (-42, "sign"),
+        (0, "is 0"),
+        (True, "boolean"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        ("42", "type str"),
+        (None, "NoneType"),
+        ([42], "type list"),
+        (torch.tensor([42.0, 42.0]), "2 elements"),
+        (torch.tensor(True), "boolean"),
+        (42 + 0j, "complex"),
+    ],
+)
+def test_a_wrong_number_is_told_what_is_wrong(demo, answer, says):
+    with pytest.raises(ExerciseError, match=r"^98\.1: ") as error:
+        exercises.check("98.1", answer)
+    assert says in str(error.value)
+
+
+def test_numbers_may_be_tensors_or_arrays_of_one_element(demo):
+    assert exercises.outcome("98.1", torch.tensor([42.0])) == "right"
+    assert exercises.outcome("98.1", torch.tensor(42.0).numpy()) == "right"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (torch.zeros(3, 2), r"shape \[3, 2\]"),
+        (torch.full((2, 3), float("nan")), "NaN at"),
+        (torch.arange(6.0).reshape(2, 3) + torch.tensor([0, 0, 1.0]), r"off by 1 at \[0, 2\]"),
+        ([[0, 1, 2], [3, 4, 5]], "type list"),
+        (torch.ones(2, 3, dtype=torch.bool), "booleans"),
+        (torch.full((2, 3), float("inf")), "inf"),
+    ],
+)
+def test_a_wrong_tensor_is_told_what_is_wrong(demo, answer, says):
+    with pytest.raises(ExerciseError, match=says):
+        exercises.check("98.10", answer)
+
+
+def test_what_a_function_raises_is_named_with_its_arguments(demo):
+    def pages(tokens, page):
+        return tokens.missing
+
+    with pytest.raises(ExerciseError, match=r"98\.2: pages\(\d+, \d\) raised AttributeError: .*missing") as error:
+        exercises.check("98.2", pages)
+    assert isinstance(error.value.__cause__, AttributeError)
+    with pytest.raises(ExerciseError, match="raised TypeError"):
+        exercises.check("98.2", lambda: 3)
+    with pytest.raises(ExerciseError, match="could not be used: TypeError"):
+        exercises.check("98.2", 3)
+    with pytest.raises(ExerciseError, match="raised ZeroDivisionError"):
+        exercises.check("98.2", functools.partial(lambda zero, tokens, page: tokens / zero, 0))
+
+
+def test_a_function_cannot_spoil_the_hidden_inputs():
+    def clears(items):
+        items.clear()
+        return 3
+
+    same_function(clears, len, [([1, 2, 3],), ([4, 5, 6],)])
+    with pytest.raises(ExerciseError, match=r"clears\(\[1\]\) is 3: too large"):
+        same_function(clears, len, [([1],)])
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (1, True),
+        (0, False),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {"a": 2}),
+        ("b", "a"),
+        (0, None),
+        ([1], 1),
+    ],
+)
+def test_results_of_another_kind_are_refused(result, expected):
+    with pytest.raises(ExerciseError):
+        same_function(lambda: result, lambda: expected, [()])
+
+
+def test_whole_number_and_number():
+    whole(3.0, 3)
+    for wrong in (3.5, 4, True, math.nan):
+        with pytest.raises(ExerciseError):
+            whole(wrong, 3)
+    assert number(torch.tensor(3)) == 3
+    near(1e-12, 0.0)
+    with pytest.raises(ExerciseError, match="must be 0"):
+        near(1e-3, 0.0)
+    with pytest.raises(ValueError, match="rel"):
+        near(1, 1, -1)
+
+
+def test_unknown_exercises_are_value_errors_that_list_what_there_is(demo):
+    with pytest.raises(ValueError, match=r"98\.1, 98\.2, 98\.10"):
+        exercises.check("98.3", 1)
+    with pytest.raises(ValueError, match="no exercises"):
+        exercises.check("97.1", 1)
+    with pytest.raises(ValueError, match="no exercises"):
+        exercises.check("../98.1", 1)
+    with pytest.raises(ValueError, match="must be a string"):
+        exercises.check(98.1, 1)
+
+
+def test_an_exercise_has_one_checker_and_a_proper_id(demo):
+    with pytest.raises(ValueError, match="already"):
+
+        @checker("98.1")
+        def another(answer): ...
+
+    for bad in ("98", "98.x", "x.1", ""):
+        with pytest.raises(ValueError, match="must be a chapter"):
+            checker(bad)
+
+
+def test_assert_refuses(demo):
+    exercises.assert_refuses("98.1", [41, 43.0, "42"])
+    with pytest.raises(AssertionError, match="'right' to wrong answer 1"):
+        exercises.assert_refuses("98.1", [41, 42.0])
+    with pytest.raises(AssertionError, match="'not yet' to wrong answer 0"):
+        exercises.assert_refuses("98.1", [..., 41])
+    with pytest.raises(ValueError, match="at least two"):
+        exercises.assert_refuses("98.1", [41])
+
+
+def test_checkers_are_loaded_with_the_first_question():
+    assert exercises.exercises("00")[0] == "00.1"
+    assert exercises.outcome("00.1", ...) == "not yet"

@@ -1,0 +1,189 @@
+"""Figures: drawn from data, small, the same each time, with alt text; records found or missed in words."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvlab import config, figures
+from kvlab.batch import Batch
+from kvlab.naive import NaiveCache
+
+PNG = b"\x89PNG\r\n"
+
+
+def record(**changes):
+    base = {
+        "run": "r", "bench": "ceilings.read", "impl": "triton", "version": None, "shape": {"B": 1}, "dtype": "float32",
+        "value": 1.0, "unit": "GB/s", "ms": 1.0, "spread": 0.1, "error": None, "device": "NVIDIA H200", "driver": None,
+        "torch": "2", "triton": "3", "date": "2026-01-01", "commit": "c",
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "_MEASURED", tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps([record(), record(impl="torch", value=2.0)]))
+    (tmp_path / "b.json").write_text(
+        json.dumps(
+            [record(bench="ceilings.copy", shape={"B": 4}), record(bench="ceiling", device="CPU", dtype="bfloat16")]
+        )
+    )
+    (tmp_path / "curve.json").write_text(json.dumps({"loss": [1, 2]}))  # no list of records
+    return tmp_path
+
+
+def test_records_are_found_by_field_and_by_shape(measured):
+    assert [r["value"] for r in figures.records(bench="ceilings.read")] == [1.0, 2.0]
+    assert len(figures.records(bench="ceilings")) == 3
+    assert len(figures.records(bench="ceiling")) == 1
+    assert len(figures.records(device="H200")) == 3
+    assert figures.records(B=4)[0]["bench"] == "ceilings.copy"
+    assert figures.records(bench="ceilings", impl="torch", unit="GB/s")[0]["value"] == 2.0
+    assert figures.records(dtype="bfloat16")[0]["device"] == "CPU"
+
+
+def test_a_record_that_is_not_there_is_named(measured, monkeypatch):
+    with pytest.raises(LookupError, match=r"bench='decode'.*ceilings\.copy"):
+        figures.records(bench="decode")
+    monkeypatch.setattr(figures, "_MEASURED", measured / "nowhere")
+    with pytest.raises(FileNotFoundError, match="checkout"):
+        figures.records(bench="ceilings")
+
+
+def test_png_is_small_and_the_same_each_time():
+    def draw():
+        fig, ax = figures.figure(6.4, 3.6)
+        ax.plot([1, 2, 3], [1, 4, 9], label="squares")
+        ax.legend()
+        return figures.png(fig)
+
+    first = draw()
+    assert first.startswith(PNG)
+    assert first == draw()
+    assert len(first) < 40_000
+    width, height = int.from_bytes(first[16:20], "big"), int.from_bytes(first[20:24], "big")
+    assert (width, height) == (704, 396)
+
+
+def test_figure_gives_the_axes_asked_for():
+    assert figures.figure()[1].get_xlabel() == ""
+    assert figures.figure(columns=2)[1].shape == (2,)
+    assert figures.figure(rows=2, columns=3)[1].shape == (2, 3)
+    for bad in ({"width": 0}, {"height": -1}, {"rows": 0}):
+        with pytest.raises(ValueError, match="positive"):
+            figures.figure(**bad)
+
+
+def test_a_figure_without_alt_text_is_refused():
+    fig, _ = figures.figure()
+    for alt in ("", "  ", None):
+        with pytest.raises(ValueError, match="alt"):
+            figures.show(fig, alt=alt)
+
+
+def test_a_script_prints_alt_and_caption(capsys):
+    figures.show(figures.figure()[0], alt="An empty frame", caption="Nothing yet.")
+    assert capsys.readouterr().out == "[Figure: An empty frame]\nNothing yet.\n"
+    figures.markdown("**bold**")
+    assert capsys.readouterr().out == "**bold**\n"
+
+
+# Machado, Oliveira and Fernandes 2009: linear RGB as people without one kind of cone see it.
+VISION = {
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_colours_can_be_told_apart_by_everyone(kind):
+    rgb = np.array([[int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)] for c in (*figures.COLORS[:6], figures.CARD)])
+    seen = np.clip(np.array(VISION[kind]) @ (rgb**2.2).T, 0, 1).T ** (1 / 2.2)
+    apart = np.linalg.norm(seen[:, None] - seen[None, :], axis=2) + 9 * np.eye(len(seen))
+    assert apart.min() > 0.1, f"{kind}: {apart.min():.2f}"
+
+
+def test_roofline_bends_at_the_ridge():
+    _, ax = figures.figure()
+    figures.roofline(ax, {"chip": (100.0, 1000.0)}, {"work": (2.0, 200.0)})
+    roof = ax.lines[0].get_xydata()
+    assert np.allclose(roof[:, 1], np.minimum(roof[:, 0] * 100, 1000))
+    labels = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert labels == ["chip", "work"]
+    with pytest.raises(ValueError, match="positive"):
+        figures.roofline(ax, {"chip": (0, 1)}, {})
+
+
+def test_stacked_bars_stand_on_each_other():
+    _, ax = figures.figure()
+    figures.stacked_bars(ax, ["x", "y"], {"a": [1, 2], "b": [3, 4]})
+    assert [(p.get_y(), p.get_height()) for p in ax.patches] == [(0, 1), (0, 2), (1, 3), (2, 4)]
+    with pytest.raises(ValueError, match="3 numbers for 2"):
+        figures.stacked_bars(ax, ["x", "y"], {"a": [1, 2, 3]})
+    with pytest.raises(ValueError, match="0 or more"):
+        figures.stacked_bars(ax, ["x"], {"a": [-1]})
+
+
+def test_heatmap_writes_every_number():
+    _, ax = figures.figure()
+    figures.heatmap(ax, [[0.0, 0.5, 1.0]], ["row"], ["a", "b", "c"], fmt="{:.0%}")
+    assert [t.get_text() for t in ax.texts] == ["0%", "50%", "100%"]
+    with pytest.raises(ValueError, match="1 rows of 2"):
+        figures.heatmap(ax, [[1.0]], ["row"], ["a", "b"])
+
+
+def test_timeline_gives_a_kind_one_colour():
+    _, ax = figures.figure()
+    figures.timeline(ax, {"gpu": [(0, 1, "prefill"), (1, 3, "decode")], "cpu": [(0, 2, "decode")]})
+    colors = [p.get_facecolor() for p in ax.patches]
+    assert colors[1] == colors[2] != colors[0]
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["prefill", "decode"]
+    with pytest.raises(ValueError, match="before it starts"):
+        figures.timeline(ax, {"gpu": [(2, 1, "x")]})
+
+
+@pytest.mark.parametrize("slots", [12, 256])
+def test_cache_map_draws_the_cache_that_is_there(slots):
+    from matplotlib.colors import to_hex
+
+    cache = NaiveCache(config.get("stdlib-1m"), 3, slots)
+    cache.prepare(Batch.build([7, 9], [[1] * 5, [1] * 2], [0, 0]))
+    cache.free(7)
+    cache.prepare(Batch.build([9], [[1]], [2]))
+    fig = figures.cache_map(cache)
+    ax = fig.axes[0]
+    filled = [p for p in ax.patches if to_hex(p.get_facecolor()) == figures.COLORS[0].lower() and p.get_width() > 0]
+    assert sum(p.get_width() for p in filled) == 3
+    assert {round(p.get_y() + 0.4) for p in filled} == {cache.row(9)}
+    assert sum(p.get_width() for p in ax.patches) == 3 * slots
+    assert sorted(t.get_text() for t in ax.get_yticklabels()) == ["row 0: free", "row 1: sequence 9", "row 2: free"]
+    assert figures.png(fig).startswith(PNG)
+    with pytest.raises(ValueError, match="contiguous"):
+        figures.cache_map(object())
+
+
+def test_token_boxes():
+    _, ax = figures.figure()
+    figures.token_boxes(ax, {"tokens": ["a", "b", None], "page": [0, 0, 1]}, groups={"page": [0, 0, 1]})
+    assert [t.get_text() for t in ax.texts] == ["a", "b", "", "0", "0", "1"]
+    colors = [p.get_facecolor() for p in ax.patches]
+    assert colors[3] == colors[4] != colors[5]
+    with pytest.raises(ValueError, match="2 entries"):
+        figures.token_boxes(ax, {"t": [1]}, groups={"t": [1, 2]})
+
+
+def test_fitted_exponents():
+    x = [1, 2, 4, 8, 16]
+    assert figures.fit_exponent(x, [3 * v**2.5 for v in x]) == pytest.approx(2.5)
+    _, ax = figures.figure()
+    exponents = figures.growth(ax, x, {"a": x, "b": [v**3 for v in x]})
+    assert exponents == {"a": pytest.approx(1), "b": pytest.approx(3)}
+    assert "b: exponent 3.00" in [t.get_text() for t in ax.get_legend().get_texts()]
+    for bad in (([1], [1]), ([1, 2], [1]), ([1, 2], [0, 1]), ([1, 2], [1, float("nan")]), ([2, 2], [1, 2])):
+        with pytest.raises(ValueError):
+            figures.fit_exponent(*bad)
