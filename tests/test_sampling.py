@@ -75,6 +75,8 @@ def test_ties_by_hand():
     assert sample(logits, SamplingParams(), [4]) == [1]  # greedy: the lowest id among equals
     kept = processed_probs(logits, SamplingParams(temperature=1.0, top_k=2))[0]
     torch.testing.assert_close(kept, torch.tensor([0.0, 1 / 3, 1 / 3, 1 / 3, 0.0]))  # tied with the second: all stay
+    reached = processed_probs(torch.zeros(1, 4), SamplingParams(temperature=1.0, top_p=0.5))[0]
+    assert reached.tolist() == [0.5, 0.5, 0.0, 0.0]  # two quarters reach one half: no third
     probs = torch.tensor([[0.5, 0.3, 0.2]])
     nucleus = processed_probs(probs.log(), SamplingParams(temperature=1.0, top_p=0.79))[0]
     torch.testing.assert_close(nucleus, torch.tensor([0.625, 0.375, 0.0]))

@@ -26,7 +26,12 @@ GB = 1e9
 @runtime.counted
 @triton.jit
 def read_blocks(source, partial, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Sum STEPS neighbouring blocks and write one number: as near to only reading as a kernel can be."""
+    """Sum STEPS neighbouring blocks and write one number: as near to only reading as a kernel can be.
+
+    Shapes and units: source float32, a multiple of BLOCK * STEPS elements; partial [programs] float32.
+
+    Source: chapter 00.
+    """
     program = tl.program_id(0)
     start = program.to(tl.int64) * (BLOCK * STEPS)
     total = tl.zeros([BLOCK], tl.float32)
@@ -38,7 +43,12 @@ def read_blocks(source, partial, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 @runtime.counted
 @triton.jit
 def read_strided(source, partial, num_blocks, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """The same with as many programs as fit: each walks the buffer in strides of the whole grid."""
+    """The same with as many programs as fit: each walks the buffer in strides of the whole grid.
+
+    Shapes and units: source float32, num_blocks * BLOCK elements; partial [programs] float32.
+
+    Source: chapter 00.
+    """
     program = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.float32)
     for block in tl.range(program, num_blocks, tl.num_programs(0), num_stages=STAGES):
