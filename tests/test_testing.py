@@ -178,7 +178,7 @@ ATTEND_ONE = {
     "empty row NaN": (".masked_fill(~seen, 0.0)", ""),
 }
 PAGES = {
-    "one page too few": ("[b, : -(-kv_len // block_size)]", "[b, : kv_len // block_size]"),
+    "pages in reverse": ("keys = k_cache[blocks]", "keys = k_cache[blocks.flip(0)]"),
     "stale V": ("values = v_cache[blocks]", "values = v_cache[blocks.roll(1)]"),
     "one slot too many": ("values = v_cache[blocks].flatten(0, 1)[:kv_len]", "values = keys"),
 }
