@@ -252,10 +252,16 @@ def executed_copy(md: Path) -> Path:
 def prepare(notebook: NotebookNode, name: str) -> NotebookNode:
     """A copy for the site: each figure's alt text, stored with the output, is put where Sphinx looks for it.
 
+    What only kvlab reads, such as a verdict on a claim, is left out.
+
     Raises: BookError where a figure has none.
     """
     notebook = nbformat.from_dict(json.loads(json.dumps(notebook)))
     for number, cell in code_cells(notebook):
+        for output in cell.outputs:
+            for private in [m for m in output.get("data", {}) if m.startswith("application/vnd.kvlab")]:
+                del output["data"][private]
+        cell.outputs = [o for o in cell.outputs if o.get("data") != {}]
         for output in cell.outputs:
             mime = next((m for m in IMAGES if m in output.get("data", {})), None)
             if mime is None:

@@ -175,7 +175,7 @@ def test_a_negative_size_is_refused():
         {name}.bytes_moved(-1, 2)
 '''
 
-_EXERCISE_TEST = '''"""The exercises of chapter {number}: a right answer passes, wrong ones are refused with a reason."""
+_EXERCISE_TEST = '''"""The exercises of chapter {number}: right answers pass, wrong ones are refused with a reason."""
 
 from __future__ import annotations
 
