@@ -22,6 +22,9 @@ from kvlab.sampling import SamplingParams
 from kvlab.zoo import baselines, scoring
 from kvlab.zoo import corpus as corpora
 
+PARTS = ("baselines", "sample", "bits", "completions", "acceptance")
+SAMPLE = "python3.11/sched.py"  # one short file, scored again by the tests
+
 
 def choose_prompts(files: dict[str, str], count: int, seed: int = 0) -> list[str]:
     """``count`` openings of functions, drawn from all that ``files`` hold, without repetition.
@@ -71,12 +74,18 @@ def completions(
 
 
 def acceptance(
-    target: Decoder, draft: Decoder, files: Sequence[tuple[np.ndarray, int]], *, prompt: int = 512, new: int = 128
+    target: Decoder,
+    draft: Decoder,
+    files: Sequence[tuple[np.ndarray, int]],
+    *,
+    prompt: int = 512,
+    new: int = 128,
+    most: int = 100,
 ) -> tuple[float, float]:
     """The draft beside the target on held-out source that the target continues greedily.
 
     Shapes and units: ``files`` as ``scoring.encode`` gives them; one continuation of ``new`` tokens after each file's
-    first, third, fifth... ``prompt`` tokens. Gives (share of continuation tokens that the draft names, tokens a
+    first, third, fifth... ``prompt`` tokens; where that makes more than ``most``, evenly spaced ones of them. Gives (share of continuation tokens that the draft names, tokens a
     speculative step with 4 proposals).
 
     Raises: ValueError where no file is long enough.  Source: Leviathan et al. 2023.
@@ -84,6 +93,7 @@ def acceptance(
     starts = [ids[i : i + prompt].tolist() for ids, _ in files for i in range(0, len(ids) - prompt, 2 * prompt)]
     if not starts:
         raise ValueError(f"files have fewer than {prompt} tokens each; acceptance needs one longer")
+    starts = [starts[i] for i in np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(int)]
     greedy = [SamplingParams(max_tokens=new)] * len(starts)
     agreed = []
     for head, made in zip(starts, _generate(target, starts, greedy, batch=50), strict=True):
@@ -104,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--split", choices=["held_out", "validation"], default="held_out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--count", type=int, default=200, help="functions to complete; 0 leaves completions out")
-    parser.add_argument("--only", nargs="*", default=["bits", "baselines", "completions", "acceptance"])
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--out", required=True, help="records file to write")
     args = parser.parse_args(argv)
     texts = zoo.held_out() if args.split == "held_out" else corpora.load(args.corpus).validation
@@ -133,6 +143,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             models[name] = checkpoint.load(Path(args.models) / name / "model", device=args.device, dtype=computed)
         else:
             models[name] = zoo.load(name, device=args.device, dtype=computed)
+    if "sample" in args.only and SAMPLE in texts:
+        one = scoring.encode({SAMPLE: texts[SAMPLE]}, zoo.tokenizer())
+        for name, decoder in models.items():
+            report("sample_bits_per_byte", name, scoring.bits_per_byte(decoder, one), "bits/byte", file=SAMPLE)
     if "bits" in args.only:
         for name, decoder in models.items():
             for stride in (2048, 4096):
@@ -149,11 +163,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             report("completions", name, good / len(prompts), "share valid", count=len(prompts), temperature="0.2")
     if "acceptance" in args.only:
         target, draft = (models[name] for name in zoo.NAMES)
-        both = np.concatenate([scoring.named(target, ids) == scoring.named(draft, ids) for ids, _ in files])
-        report("agreement", "stdlib-1m for stdlib-7m", float(both.mean()), "share of tokens", text="held-out source")
         share, tokens = acceptance(target, draft, files)
         report("agreement", "stdlib-1m for stdlib-7m", share, "share of tokens", text="the target's greedy text")
         report("acceptance", "stdlib-1m for stdlib-7m", tokens, "tokens/step", gamma=4, temperature="0")
+        both = np.concatenate([scoring.named(target, ids) == scoring.named(draft, ids) for ids, _ in files])
+        report("agreement", "stdlib-1m for stdlib-7m", float(both.mean()), "share of tokens", text="held-out source")
 
 
 if __name__ == "__main__":
