@@ -85,8 +85,8 @@ def acceptance(
     """The draft beside the target on held-out source that the target continues greedily.
 
     Shapes and units: ``files`` as ``scoring.encode`` gives them; one continuation of ``new`` tokens after each file's
-    first, third, fifth... ``prompt`` tokens; where that makes more than ``most``, evenly spaced ones of them. Gives (share of continuation tokens that the draft names, tokens a
-    speculative step with 4 proposals).
+    first, third, fifth... ``prompt`` tokens; where that makes more than ``most``, evenly spaced ones of them. Gives
+    (share of continuation tokens that the draft names, tokens a speculative step with 4 proposals).
 
     Raises: ValueError where no file is long enough.  Source: Leviathan et al. 2023.
     """
