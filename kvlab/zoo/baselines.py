@@ -50,7 +50,10 @@ class KneserNey:
         """Every n-gram that ends in a byte of a file, packed into an integer, the last byte lowest."""
         lead = bytes(order - 1)
         data = np.frombuffer(b"".join(lead + file for file in files), dtype=np.uint8)
-        predicted = np.concatenate([[False] * len(lead) + [True] * len(f) for f in files] or [np.empty(0, bool)])
+        predicted = np.ones(len(data), dtype=bool)
+        ends = np.cumsum([len(lead) + len(file) for file in files], dtype=np.int64)
+        for end, file in zip(ends, files, strict=True):
+            predicted[end - len(file) - len(lead) : end - len(file)] = False
         grams = np.zeros(max(len(data) - order + 1, 0), dtype=np.int64)
         for i in range(order):
             grams = (grams << 8) | data[i : len(data) - order + 1 + i]

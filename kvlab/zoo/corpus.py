@@ -194,6 +194,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     return tokenizer
 
 
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id of the token that stands before each file.
+
+    Raises: ValueError for a tokenizer without it.  Source: kvlab.zoo."""
+    token = tokenizer.token_to_id(END_OF_TEXT)
+    if token is None:
+        raise ValueError(f"tokenizer has no {END_OF_TEXT}; it must be the one of kvlab.zoo")
+    return token
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line of this module. Raises: ValueError as ``collect``.  Source: kvlab.zoo."""
     parser = argparse.ArgumentParser(prog="python -m kvlab.zoo.corpus", description="collect the training text")

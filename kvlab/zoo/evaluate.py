@@ -63,7 +63,7 @@ def completions(
     Raises: ValueError as ``generate``.  Source: kvlab.zoo.
     """
     tokenizer = zoo.tokenizer()
-    start = tokenizer.token_to_id(corpora.END_OF_TEXT)
+    start = corpora.end_of_text(tokenizer)
     ids = [[start, *tokenizer.encode(p).ids] for p in prompts]
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens, stop_token_ids=(start,))
@@ -123,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     computed = torch.bfloat16 if args.device != "cpu" else torch.float32
     session, made = bench.Session(args.device), []
 
-    def report(bench_name: str, impl: str, value: float, unit: str, dtype: str = "", **shape: int | str) -> None:
+    def report(
+        bench_name: str, impl: str, value: float, unit: str, dtype: str = "", **shape: int | float | str
+    ) -> None:
         shape = {"split": args.split, "files": len(files), "bytes": size, **shape}
         made.append(session.record(f"zoo.{bench_name}", impl, value, unit, shape=shape, dtype=dtype or computed))
         print(f"{bench_name:16} {impl:12} {value:.4f} {unit}", flush=True)

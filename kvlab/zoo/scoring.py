@@ -20,7 +20,7 @@ from torch.nn import functional
 from kvlab.batch import Batch
 from kvlab.cache import NoCache
 from kvlab.model import Decoder
-from kvlab.zoo.corpus import END_OF_TEXT
+from kvlab.zoo.corpus import end_of_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def encode(texts: dict[str, str], tokenizer: Tokenizer) -> list[tuple[np.ndarray, int]]:
     """Each file as (token ids after an end-of-text token, number of UTF-8 bytes). Source: kvlab.zoo."""
-    start = tokenizer.token_to_id(END_OF_TEXT)
+    start = end_of_text(tokenizer)
     return [
         (np.array([start, *tokenizer.encode(text).ids], dtype=np.int64), len(text.encode())) for text in texts.values()
     ]
@@ -143,7 +143,8 @@ def function_prompts(source: str) -> list[str]:
     lines = source.splitlines(keepends=True)
     prompts = []
     tree = ast.parse(source)
-    for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]:
+    owners: list[ast.Module | ast.ClassDef] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    for owner in owners:
         head = ""
         if isinstance(owner, ast.ClassDef):
             header_end = owner.body[0].lineno - 1

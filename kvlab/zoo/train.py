@@ -93,7 +93,9 @@ class Windows:
             raise ValueError(
                 f"the corpus has {sum(map(len, files))} tokens; one batch needs {batch_size} windows of {length + 1}"
             )
-        self._epoch, self._stream, self._starts = -1, np.empty(0), np.empty(0)
+        self._epoch = -1
+        self._stream: np.ndarray = np.empty(0, dtype=np.uint16)
+        self._starts: np.ndarray = np.empty(0, dtype=np.int64)
 
     def batch(self, step: int) -> Tensor:
         """The windows of one step, [batch_size, length + 1] int64. Source: kvlab.zoo."""
@@ -111,7 +113,7 @@ class Windows:
 
 def tokenize(texts: dict[str, str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Token ids (uint16) of each file, after an end-of-text token. Source: kvlab.zoo."""
-    start = tokenizer.token_to_id(corpora.END_OF_TEXT)
+    start = corpora.end_of_text(tokenizer)
     values = list(texts.values())
     encoded = (e.ids for i in range(0, len(values), 256) for e in tokenizer.encode_batch_fast(values[i : i + 256]))
     return [np.array([start, *ids], dtype=np.uint16) for ids in encoded]
@@ -161,9 +163,9 @@ def build(config: ModelConfig, plan: Plan, device: torch.device | str) -> Decode
 
     model = Decoder(config, Ops(swiglu=dropped_swiglu) if plan.dropout else None, device=device)
     with torch.no_grad():
-        for layer in model.layers:
-            for residual in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                residual.weight.mul_(1 / math.sqrt(2 * config.num_layers))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(1 / math.sqrt(2 * config.num_layers))
     return model
 
 
