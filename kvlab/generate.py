@@ -161,7 +161,7 @@ def generate(
 
 
 def _progress_bar(total: int, progress: bool | None):
-    from tqdm import tqdm  # noqa: PLC0415 (kept out of `import kvlab`)
+    from tqdm import tqdm
 
     hidden = not sys.stderr.isatty() if progress is None else not progress
     return tqdm(total=total, unit="token", delay=0 if progress else 2, disable=hidden, leave=False)
