@@ -150,6 +150,7 @@ def _stand_in_for_ipython() -> dict[str, types.ModuleType]:
         setattr(module, kind, type(kind, (_Shown,), {}))
     package.display = module  # type: ignore[attr-defined]
     package.get_ipython = lambda: None  # type: ignore[attr-defined]
+    package.version_info = (9, 0, 0, "")  # type: ignore[attr-defined]  # matplotlib asks for it when it draws
     return {"IPython": package, "IPython.display": module}
 
 
