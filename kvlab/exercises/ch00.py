@@ -36,11 +36,11 @@ def _shape(c: ModelConfig) -> str:
 
 @checker("00.1")
 def kv_of_qwen3(answer: Any) -> None:
-    """GB of cache (1 GB = 1e9 bytes) of one 32768-token sequence of Qwen3-8B.
+    """GB of cache (1 GB = 1e9 bytes) of 12 sequences of 20 000 tokens of Qwen3-8B.
 
     Raises: ExerciseError.  Source: chapter 00.
     """
-    expected = costs.kv_bytes(config.get("qwen3-8b"), 32768) / 1e9
+    expected = costs.kv_bytes(config.get("qwen3-8b"), 20_000, batch=12) / 1e9
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         slips = {
             0.5: "it is half: a token leaves a key and a value",
