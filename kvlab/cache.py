@@ -172,8 +172,8 @@ def _equal_lengths(q: Tensor, k: Tensor, v: Tensor, num_seqs: int) -> Tensor:
     def heads_first(x: Tensor) -> Tensor:
         return x.reshape(num_seqs, -1, *x.shape[1:]).transpose(1, 2)
 
-    # cuDNN's attention builds a plan for every new length, some 60 ms each: fine for training, where lengths repeat,
-    # and ruinous for recomputing a text that is one token longer every step.
+    # cuDNN's attention was slow at every length it had not met (it seems to build a plan for each). Training repeats
+    # its lengths; recomputing a text that is one token longer every step does not.
     growing = q.is_cuda and not torch.is_grad_enabled()
     with sdpa_kernel(_WITHOUT_PLANS) if growing else nullcontext():
         out = functional.scaled_dot_product_attention(

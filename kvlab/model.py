@@ -165,7 +165,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Prepare the cache, run the layers, and give logits [R, vocab] float32 of the rows the batch asks for.
 
-        A pass that fails is undone: the cache is as before.
+        A pass that fails is undone: every sequence has the tokens it had before, and one that had none is freed.
 
         Raises: whatever ``cache.prepare`` or a layer raises.  Source: chapter 01.
         """
