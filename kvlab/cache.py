@@ -48,6 +48,11 @@ class KVCache(Protocol):
         """Bytes reserved for keys and values. Source: chapter 01."""
         ...
 
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the slots that hold a token. Source: chapter 01."""
+        ...
+
     def prepare(self, batch: Batch) -> None:
         """Make room for a batch's new tokens; create unseen ids; on an error nothing has changed.
 
@@ -108,7 +113,7 @@ class NoCache:
     Source: chapter 01.
     """
 
-    nbytes = 0
+    nbytes = used_nbytes = 0
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config

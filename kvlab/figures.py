@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from kvlab.costs import Hardware
+
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#B8A800")
 INK, CARD, EMPTY = "#222222", "#fcfcfc", "#e9e9e9"
 DPI = 110
@@ -179,6 +181,52 @@ def records(
     return found
 
 
+def record_line(
+    bench: str, impl: str, axis: str, *, device: str = "H200", field: str = "value", **where: Any
+) -> tuple[Any, Any]:
+    """One recorded line: (x, y) arrays, x an entry of the shape in rising order, y a number of the record.
+
+    Shapes and units: x in the unit of the shape's entry, y in the record's; ``where`` as in ``records``.
+
+    Raises: as ``records``; KeyError where a record has no such entry or field.
+
+    Source: book/measured.
+    """
+    import numpy as np
+
+    rows = sorted(records(bench, impl, device, **where), key=lambda r: r["shape"][axis])
+    return np.array([r["shape"][axis] for r in rows]), np.array([r[field] for r in rows])
+
+
+def measured_hardware(name: str = "h200") -> Hardware:
+    """A machine of ``costs.HARDWARE`` with the rates and energies that were measured on it in place of the datasheet's.
+
+    Shapes and units: as ``costs.Hardware``; the best read rate and the best bf16 matrix product of ``book/measured``.
+
+    Raises: LookupError for a machine that is not in ``costs.HARDWARE``, or of which nothing is recorded;
+    FileNotFoundError outside a checkout.
+
+    Source: chapter 00.
+    """
+    from kvlab import costs
+
+    if name not in costs.HARDWARE:
+        raise LookupError(f"no machine is called {name!r}; there are {sorted(costs.HARDWARE)}")
+
+    def best(bench: str, **where: Any) -> float:
+        return float(max(r["value"] for r in records(bench, device=name.upper(), **where)))
+
+    return costs.Hardware(
+        f"{name.upper()} (measured)",
+        costs.HARDWARE[name].memory,
+        bandwidth=best("ceilings.read", unit="GB/s") * 1e9,
+        flops=best("ceilings.matmul", unit="TFLOP/s", dtype="bfloat16") * 1e12,
+        source="measured",
+        joules_per_byte=best("ceilings.energy_above_idle", impl="read") * 1e-12,
+        joules_per_flop=best("ceilings.energy_above_idle", impl="matmul") * 1e-12,
+    )
+
+
 def _all_records(folder: Path | None) -> list[dict[str, Any]]:
     if folder is None or not folder.is_dir():
         raise FileNotFoundError(
@@ -230,7 +278,9 @@ def roofline(
         )
     for i, (name, (x, y)) in enumerate(points.items()):
         marker = "osD^vP*X"[i % 8]
-        ax.plot([x], [y], marker=marker, ls="", ms=7, color=INK, mfc=COLORS[(i + 2) % len(COLORS)], label=name)
+        ax.plot(
+            [x], [y], marker=marker, ls="", ms=7, color=INK, mfc=COLORS[(i + len(ceilings)) % len(COLORS)], label=name
+        )
     ax.set(xscale="log", yscale="log", xlabel="intensity (FLOP a byte)", ylabel="FLOP/s", xlim=(low, high))
     _engineering(ax.yaxis)
     if ceilings or points:
@@ -413,6 +463,92 @@ def token_boxes(
     for side in ("left", "bottom"):
         ax.spines[side].set_visible(False)
     ax.tick_params(length=0)
+
+
+def plot(
+    series: Mapping[str, tuple[Any, ...]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    alt: str,
+    caption: str = "",
+    title: str = "",
+    log: str = "",
+    levels: Sequence[float] = (),
+    xticks: Sequence[float] | None = None,
+    ymin: float | None = None,
+    size: tuple[float, float] = (6.4, 3.4),
+    ax: Axes | None = None,
+) -> None:
+    """Draw lines over one pair of axes and show them: the figure that most chapters need most often.
+
+    Shapes and units: a line is (x, y), two lists of one length, or (x, y, options of ``Axes.plot``); its label is its
+    key. ``log`` names the logarithmic axes ("", "x", "y", "xy"); ``levels`` are dotted horizontals; size in inches.
+    With ``ax`` the lines are drawn there and nothing is shown.
+
+    Raises: ValueError where x and y differ in length, ``log`` is another word, or ``alt`` is empty.
+
+    Source: chapter 01.
+    """
+    if log not in ("", "x", "y", "xy"):
+        raise ValueError(f'log is {log!r}; it names the logarithmic axes: "", "x", "y" or "xy"')
+    if ax is None and not alt.strip():
+        raise ValueError("alt is empty; it must say in a sentence what the figure shows")
+    for label, (x, y, *_) in series.items():
+        if len(x) != len(y):
+            raise ValueError(f"line {label!r} has {len(x)} x and {len(y)} y")
+    fig = None
+    if ax is None:
+        fig, ax = figure(*size)
+    assert ax is not None
+    for i, (label, (x, y, *options)) in enumerate(series.items()):
+        ax.plot(x, y, **{"marker": "osD^vP*X"[i % 8], "label": label, **(options[0] if options else {})})
+    for level in levels:
+        ax.axhline(level, color="0.6", ls=":")
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    if "x" in log:
+        ax.set_xscale("log")
+    if "y" in log:
+        ax.set_yscale("log")
+    if xticks is not None:
+        ax.set_xticks(list(xticks), [f"{t:g}" for t in xticks], minor=False)
+        ax.set_xticks([], minor=True)
+    if ymin is not None:
+        ax.set_ylim(ymin, None)
+    if len(series) > 1:
+        ax.legend()
+    if fig is not None:
+        show(fig, alt=alt, caption=caption)
+
+
+def visible(ax: Axes, seen: Any, title: str) -> None:
+    """Draw which keys (columns) each query (row) of a pass sees; the queries are the last of the keys' tokens.
+
+    Keys that were there before the pass, and so come from a cache, are orange; those of the pass itself are blue.
+
+    Shapes and units: ``seen`` bool [q_len, kv_len], a tensor or an array.
+
+    Raises: ValueError where ``seen`` has not two dimensions.
+
+    Source: chapter 01.
+    """
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    grid = np.asarray(seen, dtype=bool)
+    if grid.ndim != 2:
+        raise ValueError(f"seen has shape {grid.shape}; it must be [q_len, kv_len]")
+    rows, columns = grid.shape
+    past = max(columns - rows, 0)
+    for i, j in np.argwhere(grid):
+        color = COLORS[1] if j < past else COLORS[0]
+        ax.add_patch(Rectangle((j - 0.45, i - 0.45), 0.9, 0.9, facecolor=color, alpha=0.55))
+        ax.text(j, i, "•", ha="center", va="center")
+    ax.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5), aspect="equal")
+    ax.set(title=title, xlabel="key of token", ylabel="query of token")
+    ax.set_xticks(range(columns))
+    ax.set_yticks(range(rows), [str(columns - rows + i) for i in range(rows)])
+    ax.grid(False)
 
 
 def fit_exponent(x: Sequence[float], y: Sequence[float]) -> float:

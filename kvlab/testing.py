@@ -325,7 +325,7 @@ class CacheCase:
     Shapes and units: lengths and sizes in tokens. The steps are written for pages of 4 tokens and mean something to a
     cache without pages too:
 
-        ("append", {seq_id: num_tokens, ...})    one pass over these sequences, in this order
+        ("append", {seq_id: num_tokens, ...})    one pass over these sequences, in this order; None is a spare row
         ("tree", seq_id, [mask, ...])            one pass whose new tokens form a tree
         ("fork", parent, child)   ("truncate", seq_id, length)   ("free", seq_id)   ("keep", seq_id, base, indices)
         ("preempt", seq_id)   ("resume", seq_id)    free it; later compute all of its tokens again in one pass
@@ -366,6 +366,10 @@ CACHES: tuple[CacheCase, ...] = (
     CacheCase(
         "to the last slot",
         (("append", {0: 24, 1: 23}), ("append", {1: 1}), ("truncate", 0, 20), ("append", {0: 4})),
+    ),
+    CacheCase(
+        "spare rows of a captured graph",
+        (("append", {0: 3, None: 1}), ("append", {None: 1, 0: 1, 1: 4}), ("append", {1: 1, 0: 2, None: 3})),
     ),
     CacheCase("group 5", (("append", {0: 5, 1: 3}), ("append", {0: 2, 1: 1})), num_heads=10),
     CacheCase("group 7", (("append", {0: 5, 1: 3}), ("append", {0: 2, 1: 1})), num_heads=7, num_kv_heads=1),
@@ -543,19 +547,22 @@ def _carry_out(
 
 
 def _forward(
-    cache: KVCache, dense: _Dense, new: Mapping[int, int], tree: Sequence[int] | None, pretended: Mapping[int, int],
+    cache: KVCache, dense: _Dense, new: Mapping[int | None, int], tree: Sequence[int] | None,
+    pretended: Mapping[int, int],
     config: ModelConfig, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str, where: str,
 ) -> None:  # fmt: skip
     """One pass: prepare, then attend in each layer, held against the dense sequences. ``pretended``: false lengths."""
     if not new:
         return
-    past = {s: pretended.get(s, cache.length(s)) for s in new}
+    past = {s: 0 if s is None else pretended.get(s, cache.length(s)) for s in new}
     batch = Batch.build(
         list(new), [[1] * n for n in new.values()], list(past.values()), device=device,
         tree_mask=None if tree is None else [tree],
     )  # fmt: skip
     cache.prepare(batch)
     for seq_id, count in new.items():
+        if seq_id is None:
+            continue
         again = dense.preempted.pop(seq_id, [])
         kept = dense.kept.setdefault(seq_id, [])
         for i in range(count):
@@ -564,8 +571,9 @@ def _forward(
             kept.append(again[i] if again else (fresh[0].to(dtype), fresh[1].to(dtype)))
     for layer in range(config.num_layers):
         q = torch.randn(sum(new.values()), config.num_heads, config.head_dim, generator=rng).to(dtype)
-        parts = [dense.kept[s][len(dense.kept[s]) - n :] for s, n in new.items()]
         empty = torch.empty(0, config.num_kv_heads, config.head_dim, dtype=dtype)
+        spare = torch.full((config.num_layers, *empty.shape[1:]), float("nan"), dtype=dtype)
+        parts = [[(spare, spare)] * n if s is None else dense.kept[s][len(dense.kept[s]) - n :] for s, n in new.items()]
         k = torch.stack([p[0][layer] for part in parts for p in part]) if len(q) else empty
         v = torch.stack([p[1][layer] for part in parts for p in part]) if len(q) else empty
         with torch.inference_mode():
@@ -575,7 +583,9 @@ def _forward(
         for seq_id, count in new.items():
             rows = slice(start, start + count)
             start += count
-            if count:
+            if seq_id is None:
+                assert not bool(out[rows].any()), f"{where}: layer {layer}, the spare row must be 0"
+            elif count:
                 keys, values = dense.stacked(seq_id, layer)
                 mask = None if tree is None else torch.tensor(tree)
                 shared: dict[str, Any] = {"window_size": config.window_size(layer), "tree_mask": mask}

@@ -185,3 +185,13 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         main(["naive", "--device", "cpu", "--out", str(tmp_path / "r.json")])
     assert len(load(tmp_path / "r.json")) == 1
+
+
+def test_counted_work_is_that_of_the_matrix_products():
+    layer = torch.nn.Linear(6, 4, bias=False)
+    other = torch.nn.Linear(4, 2, bias=False)
+    with torch.no_grad(), bench.CountWork(layer) as work:
+        other(layer(torch.randn(3, 6)).relu())
+        layer(torch.randn(1, 6))
+    assert work.flops == 2 * (3 * 6 * 4 + 3 * 4 * 2 + 1 * 6 * 4)
+    assert work.weight_bytes == layer.weight.nbytes

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from kvlab import config, figures
+from kvlab import config, costs, figures
 from kvlab.batch import Batch
 from kvlab.naive import NaiveCache
 
@@ -187,3 +187,55 @@ def test_fitted_exponents():
     for bad in (([1], [1]), ([1, 2], [1]), ([1, 2], [0, 1]), ([1, 2], [1, float("nan")]), ([2, 2], [1, 2])):
         with pytest.raises(ValueError):
             figures.fit_exponent(*bad)
+
+
+def test_plot_draws_lines_levels_and_ticks():
+    _, ax = figures.figure()
+    figures.plot(
+        {"a": ([1, 2, 4], [1, 4, 16]), "b": ([1, 4], [2, 2], {"ls": "--", "marker": ""})},
+        "x", "y", alt="", log="xy", levels=(3,), xticks=[1, 2, 4], ymin=1, ax=ax,
+    )  # fmt: skip
+    assert [line.get_xydata().tolist() for line in ax.lines[:2]] == [[[1, 1], [2, 4], [4, 16]], [[1, 2], [4, 2]]]
+    assert (ax.get_xscale(), ax.get_yscale(), ax.get_ylim()[0]) == ("log", "log", 1)
+    assert ax.lines[1].get_linestyle() == "--"
+    assert set(ax.lines[2].get_ydata()) == {3}
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["a", "b"]
+    for bad in ({"log": "z"}, {"alt": " "}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            figures.plot({"a": ([1], [1])}, "x", "y", **{"alt": "a point", **bad})
+    with pytest.raises(ValueError, match="2 x and 1 y"):
+        figures.plot({"a": ([1, 2], [1])}, "x", "y", alt="a line")
+
+
+def test_visible_colours_keys_of_the_cache():
+    _, ax = figures.figure()
+    figures.visible(ax, [[True, True, True, False], [True, True, True, True]], "two after two")
+    assert len(ax.patches) == 7
+    colors = [p.get_facecolor() for p in ax.patches]
+    assert colors[0] == colors[1] != colors[2]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["2", "3"]
+    with pytest.raises(ValueError, match="q_len, kv_len"):
+        figures.visible(ax, [True], "flat")
+
+
+def test_a_recorded_line_is_in_order(measured):
+    rows = [
+        record(bench="x", shape={"T": t, "kind": "k"}, value=v, ms=10 * v) for t, v in ((4, 2.0), (1, 1.0), (2, 5.0))
+    ]
+    (measured / "x.json").write_text(json.dumps(rows))
+    x, y = figures.record_line("x", "triton", "T", kind="k")
+    assert (x.tolist(), y.tolist()) == ([1, 2, 4], [1.0, 5.0, 2.0])
+    assert figures.record_line("x", "triton", "T", field="ms")[1].tolist() == [10.0, 50.0, 20.0]
+    with pytest.raises(LookupError):
+        figures.record_line("x", "torch", "T")
+
+
+def test_measured_hardware_is_what_was_recorded():
+    h200 = figures.measured_hardware("h200")
+    assert h200.bandwidth == max(r["value"] for r in figures.records("ceilings.read", device="H200", unit="GB/s")) * 1e9
+    sheet = costs.HARDWARE["h200"]
+    assert 0.5 < h200.bandwidth / sheet.bandwidth < 1
+    assert 0.5 < h200.flops / sheet.flops < 1
+    assert h200.joules_per_byte > 0 < h200.joules_per_flop
+    with pytest.raises(LookupError, match="abacus"):
+        figures.measured_hardware("abacus")

@@ -7,12 +7,14 @@ Nothing here is tested for its speed: a benchmark reports, it does not judge.
 
 from __future__ import annotations
 
+from kvlab.bench._count import CountWork
 from kvlab.bench._record import FIELDS, Record, load, save, table
 from kvlab.bench._session import Session, names
 from kvlab.bench._timing import Timing, l2_bytes, measure, rotations
 
 __all__ = [
     "FIELDS",
+    "CountWork",
     "Record",
     "Session",
     "Timing",
