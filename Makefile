@@ -9,6 +9,7 @@
 .PHONY: help setup lab chapters book test lint bench doctor test-gpu clean
 
 PIP_ARGS ?=
+LAB_ARGS ?=
 CH ?=
 STRICT ?=
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -gt 8 ] && n=8; echo "$$n")
@@ -51,12 +52,13 @@ $(STAMP):
 	if [ -x $(PY) ] && $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then :; \
 	else rm -rf $(VENV) && $$found -m venv $(VENV); fi
 	@$(PY) -m pip install --disable-pip-version-check -r $(LOCK) $(PIP_ARGS)
-	@$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
+	  --config-settings editable_mode=compat --editable .  # a plain path: found also from the folder that holds the clone
 	@rm -f $(VENV)/.set-up-* && touch $@
 	@echo "Set up. Next: make lab, make book or make test."
 
 lab: $(STAMP) ## JupyterLab, opened on chapters/
-	$(PY) -m jupyterlab --notebook-dir=chapters
+	$(PY) -m jupyterlab --notebook-dir=. --LabApp.default_url=/lab/tree/chapters $(LAB_ARGS)
 
 chapters: $(STAMP) ## pair each chapter's .md and .ipynb and execute it in place
 	$(PY) book/bookmaker.py chapters $(CH)

@@ -35,7 +35,7 @@ BUILD = ROOT / "book" / "_build"
 CELL_TIMEOUT = 600  # seconds; a chapter takes under 30 s, and a first run on a GPU compiles its kernels
 IMAGES = ("image/png", "image/jpeg", "image/svg+xml", "image/gif")
 METADATA = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"},
 }
 

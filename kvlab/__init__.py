@@ -7,6 +7,7 @@ interpreter, and that choice must be made before triton is loaded.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from kvlab import runtime as runtime
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from kvlab.source import show_diff as show_diff
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    parts = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+    return sorted([*parts, "show", "show_diff", "__version__"])
 
 
 def __getattr__(name: str) -> Any:

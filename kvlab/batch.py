@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
+
+
+def as_int(value: object, name: str) -> int:
+    """A whole number of any kind (of NumPy, a tensor of one) as a Python int; a bool and a float are none.
+
+    Raises: ValueError that begins with ``name``.  Source: chapter 01.
+    """
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be an integer") from None
+
+
+def as_ints(values: Iterable[object], name: str) -> list[int]:
+    """A list, an array or a tensor of whole numbers as a list of Python ints.
+
+    Raises: ValueError that names the first entry that is no integer.  Source: chapter 01.
+    """
+    try:
+        found: list[object] = list(values)
+    except TypeError:
+        raise ValueError(f"{name} is {values!r}; it must be a list of integers") from None
+    if set(map(type, found)) <= {int}:
+        return found  # type: ignore[return-value]
+    return [as_int(value, f"{name}[{i}]") for i, value in enumerate(found)]
 
 
 @dataclass
@@ -59,8 +89,9 @@ class Batch:
         token; the default is the last one of each sequence that has any. ``tree_mask[b]`` has one 63-bit integer
         a new token; a token's position is then its depth, the number of bits set below itself.
 
-        Raises: ValueError where the lists disagree in length, a sequence id stands twice, a token id or a past
-        length is negative, a token id is no integer, or a tree has over 63 new tokens.
+        Raises: ValueError where the lists disagree in length, a sequence id stands twice, an id, a past length, a
+        token id or a mask is no integer, a token id is outside 64 bits or a length outside 32, or is negative, or a
+        tree has over 63 new tokens.
 
         Source: chapter 01.
         """
@@ -69,16 +100,22 @@ class Batch:
                 f"seq_ids, new_tokens and past_lens have {len(seq_ids)}, {len(new_tokens)} and {len(past_lens)} "
                 "entries; each must have one a sequence"
             )
+        seq_ids = [None if s is None else as_int(s, f"seq_ids[{b}]") for b, s in enumerate(seq_ids)]
+        past_lens = as_ints(past_lens, "past_lens")
+        tokens = [as_ints(ids, f"new_tokens[{b}]") for b, ids in enumerate(new_tokens)]
         real = [s for s in seq_ids if s is not None]
         if len(set(real)) != len(real):
             twice = sorted({s for s in real if real.count(s) > 1})
             raise ValueError(f"seq_ids holds {twice} more than once; a sequence may stand in a batch only once")
-        for b, (tokens, past) in enumerate(zip(new_tokens, past_lens, strict=True)):
+        for b, (ids, past) in enumerate(zip(tokens, past_lens, strict=True)):
             if past < 0:
                 raise ValueError(f"past_lens[{b}] is {past}; it must be 0 or more")
-            if len(tokens) and min(tokens) < 0:
-                raise ValueError(f"new_tokens[{b}] holds {min(tokens)}; token ids must be 0 or more")
-        q_lens = [len(tokens) for tokens in new_tokens]
+            if past + len(ids) >= 2**31:
+                raise ValueError(f"past_lens[{b}] is {past}; with {len(ids)} new tokens it must be under 2**31")
+            if ids and (min(ids) < 0 or max(ids) >= 2**63):
+                wrong = min(ids) if min(ids) < 0 else max(ids)
+                raise ValueError(f"new_tokens[{b}] holds {wrong}; token ids must be 0 or more and under 2**63")
+        q_lens = [len(ids) for ids in tokens]
         starts = [0]
         for q_len in q_lens:
             starts.append(starts[-1] + q_len)
@@ -92,12 +129,9 @@ class Batch:
             wanted = list(range(starts[-1]))
         else:
             wanted = [starts[b + 1] - 1 for b in range(len(q_lens)) if q_lens[b]]
-        flat = torch.tensor([t for tokens in new_tokens for t in tokens])
-        if flat.numel() and flat.dtype != torch.int64:
-            raise ValueError(f"new_tokens hold {flat.dtype} values; token ids must be integers")
         return cls(
-            seq_ids=list(seq_ids),
-            token_ids=flat.to(device, torch.int64),
+            seq_ids=seq_ids,
+            token_ids=torch.tensor([t for ids in tokens for t in ids], dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(
@@ -107,7 +141,7 @@ class Batch:
             ),
             logits_indices=torch.tensor(wanted, dtype=torch.int64, device=device),
             q_lens=q_lens,
-            past_lens=list(past_lens),
+            past_lens=past_lens,
             tree_mask=mask,
         )
 
@@ -117,9 +151,10 @@ def _tree_positions(
 ) -> tuple[list[int], list[int]]:
     positions: list[int] = []
     bits: list[int] = []
-    if [len(masks) for masks in tree_mask] != list(q_lens):
-        raise ValueError(f"tree_mask has {[len(m) for m in tree_mask]} entries; it must have {list(q_lens)}")
-    for b, masks in enumerate(tree_mask):
+    trees = [as_ints(masks, f"tree_mask[{b}]") for b, masks in enumerate(tree_mask)]
+    if [len(masks) for masks in trees] != list(q_lens):
+        raise ValueError(f"tree_mask has {[len(m) for m in trees]} entries; it must have {list(q_lens)}")
+    for b, masks in enumerate(trees):
         if len(masks) > 63:
             raise ValueError(f"tree_mask[{b}] has {len(masks)} tokens; a tree holds 63 at most")
         for i, mask in enumerate(masks):

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvlab import reference
-from kvlab.batch import Batch
+from kvlab.batch import Batch, as_int, as_ints
 from kvlab.config import ModelConfig
 
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -39,6 +39,9 @@ class KVCache(Protocol):
     """What a decoder, a generation loop and a scheduler may ask of a cache.
 
     Shapes and units: lengths in tokens; k, v [T, H_kv, D]; q and the result [T, H, D]; ``nbytes`` in bytes.
+
+    Two things a cache may have besides: ``max_seq_len``, the tokens that one sequence can hold at most (the generation
+    loop ends a text there), and ``seq_id in cache``, which also knows a sequence of no tokens.
 
     Source: chapter 01.
     """
@@ -85,24 +88,51 @@ class KVCache(Protocol):
         ...
 
 
-def check_truncate(length: int, current: int) -> None:
-    """Refuse to truncate to a length (in tokens) below 0 or beyond the current one.
+def check_truncate(length: int, current: int) -> int:
+    """The length in tokens to truncate to, as a Python int; refuses one below 0, beyond the current one, or no integer.
 
     Raises: ValueError.  Source: chapter 01.
     """
+    length = as_int(length, "truncate: length")
     if length < 0 or length > current:
         raise ValueError(f"truncate: length is {length}; it must be between 0 and the {current} tokens kept")
+    return length
 
 
-def check_keep(base: int, indices: Sequence[int], current: int) -> None:
-    """Refuse a ``keep`` whose base or indices (offsets in tokens after base) do not name distinct kept tokens.
+def check_keep(base: int, indices: Sequence[int], current: int) -> tuple[int, list[int]]:
+    """The base and the indices (offsets in tokens after base) of a ``keep``, as Python ints.
 
-    Raises: ValueError.  Source: chapter 05.
+    Raises: ValueError where they are no integers or do not name distinct kept tokens.  Source: chapter 05.
     """
+    base, indices = as_int(base, "keep: base"), as_ints(indices, "keep: indices")
     if not 0 <= base <= current:
         raise ValueError(f"keep: base is {base}; it must be between 0 and the {current} tokens kept")
     if len(set(indices)) != len(indices) or any(not 0 <= i < current - base for i in indices):
-        raise ValueError(f"keep: indices are {list(indices)}; they must be distinct and within 0..{current - base - 1}")
+        raise ValueError(f"keep: indices are {indices}; they must be distinct and within 0..{current - base - 1}")
+    return base, indices
+
+
+def check_attend(config: ModelConfig, batch: Batch, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+    """Refuse a layer that the model does not have, and q [T, H, D], k or v [T, H_kv, D] that are not the batch's.
+
+    Shapes and units: T is the batch's number of new tokens; k and v are both given or both None.
+
+    Raises: ValueError.  Source: chapter 01.
+    """
+    if not 0 <= as_int(layer, "layer") < config.num_layers:
+        raise ValueError(f"layer is {layer}; it must be between 0 and {config.num_layers - 1}")
+    if (k is None) != (v is None):
+        raise ValueError(f"k is {_shape(k)} and v {_shape(v)}; both must be given, or both None")
+    tokens, size = batch.num_tokens, config.head_dim
+    for name, x, heads in (("q", q, config.num_heads), ("k", k, config.num_kv_heads), ("v", v, config.num_kv_heads)):
+        if x is not None and x.shape != (tokens, heads, size):
+            raise ValueError(
+                f"{name} has shape {_shape(x)}; it must be {[tokens, heads, size]}, as the batch and model"
+            )
+
+
+def _shape(x: Tensor | None) -> list[int] | None:
+    return None if x is None else list(x.shape)
 
 
 class NoCache:
@@ -132,11 +162,12 @@ class NoCache:
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attention of q [T, H, D] over this pass's own k, v [T, H_kv, D]; gives [T, H, D].
 
-        Raises: ValueError without k and v, or before ``prepare``.  Source: chapter 01.
+        Raises: ValueError without k and v, before ``prepare``, or as ``check_attend``.  Source: chapter 01.
         """
         batch = self._batch
         if batch is None or k is None or v is None:
             raise ValueError("NoCache attends only to the k and v of the batch it was last prepared for")
+        check_attend(self.config, batch, layer, q, k, v)
         window = self.config.window_size(layer)
         q_lens = batch.q_lens
         if q.shape[0] == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvlab import runtime
-from kvlab.config import ROPE_KINDS, ModelConfig, RopeConfig
+from kvlab import costs, runtime
+from kvlab.config import ROPE_KINDS, ModelConfig, RopeConfig, is_number
 from kvlab.model import Decoder, Ops
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ _ROPE_FIELDS = _words("""
 """)
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LONGEST, _LARGEST = 2**63, 2**48  # tokens and parameters under which no byte count of a tensor overflows
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -110,8 +112,8 @@ def config_from_hf(hf: Mapping[str, Any], name: str = "checkpoint") -> ModelConf
     ``max_seq_len`` is max_position_embeddings; ``linear``, ``dynamic`` and ``yarn`` stretch it, in tokens, to what
     their factor reaches.
 
-    Raises: ValueError for an unsupported architecture, a field that is missing, of a wrong type, in contradiction
-    with another, of a value this decoder does not compute, or not known here.
+    Raises: ValueError for an unsupported architecture, a field that is missing, of a wrong type, too large, in
+    contradiction with another, of a value this decoder does not compute, or not known here.
 
     Source: chapter 01; the configuration classes of Hugging Face transformers.
     """
@@ -139,7 +141,7 @@ def config_from_hf(hf: Mapping[str, Any], name: str = "checkpoint") -> ModelConf
     mlp_bias = _flag(hf, "mlp_bias", False)
     if mlp_bias and not architecture.has_mlp_bias:
         raise ValueError(f"config.json: mlp_bias is true; a {architecture.model_type} model has none")
-    return ModelConfig(
+    config = ModelConfig(
         name=name,
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -159,6 +161,13 @@ def config_from_hf(hf: Mapping[str, Any], name: str = "checkpoint") -> ModelConf
         sliding_window=window,
         sliding_layers=window_layers,
     )
+    parameters = costs.num_parameters(config).total
+    if parameters >= _LARGEST:
+        raise ValueError(
+            f"config.json describes a model of {parameters:,} parameters (vocab_size is {config.vocab_size}, "
+            f"hidden_size {config.hidden_size}); it must have under {_LARGEST:,}"
+        )
+    return config
 
 
 def _architecture(hf: Mapping[str, Any]) -> _Architecture:
@@ -169,7 +178,7 @@ def _architecture(hf: Mapping[str, Any]) -> _Architecture:
             if architecture.model_type == model_type:
                 return architecture
         raise ValueError(f"config.json: model_type is {model_type!r}, without architectures; kvlab loads {known}")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
         raise ValueError(f"config.json: architectures is {names!r}; kvlab loads one of {known}")
     architecture = ARCHITECTURES[names[0]]
     if model_type is not None and model_type != architecture.model_type:
@@ -185,11 +194,13 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
             continue
         if key not in _FIXED:
             raise ValueError(
-                f"config.json: the field {key} (value {value!r}) is not one that kvlab knows, and it may change what "
-                "the model computes; take it out of config.json if it does not"
+                f"config.json: the field {key} (value {reprlib.repr(value)}) is not one that kvlab knows, and it may "
+                "change what the model computes; take it out of config.json if it does not"
             )
         if value != _FIXED[key]:
-            raise ValueError(f"config.json: {key} is {value!r}; kvlab supports only {_FIXED[key]!r} (or no such field)")
+            raise ValueError(
+                f"config.json: {key} is {reprlib.repr(value)}; kvlab supports only {_FIXED[key]!r} (or no such field)"
+            )
 
 
 def _integer(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -200,6 +211,8 @@ def _integer(hf: Mapping[str, Any], key: str, default: int | None = None) -> int
         raise ValueError(f"config.json has no {key}; it must hold it, a positive integer")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config.json: {key} is {value!r}; it must be a positive integer")
+    if value >= _LONGEST:
+        raise ValueError(f"config.json: {key} is {reprlib.repr(value)}; it must be under 2**63")
     return value
 
 
@@ -209,8 +222,8 @@ def _number(hf: Mapping[str, Any], key: str, default: float | None, where: str =
         value = default
     if value is None:
         raise ValueError(f"{where} has no {key}; it must hold it, a positive number")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ValueError(f"{where}: {key} is {value!r}; it must be a positive number")
+    if not is_number(value) or value <= 0:
+        raise ValueError(f"{where}: {key} is {reprlib.repr(value)}; it must be a positive number")
     return float(value)
 
 
@@ -312,6 +325,8 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     factor = _number(found, "factor", implied, where)
     if factor < 1:
         raise ValueError(f"{where}: factor is {factor}; it must be 1 or more")
+    if factor * (original or max_positions) >= _LONGEST:
+        raise ValueError(f"{where}: factor is {factor}; it must stretch the context to under 2**63 tokens")
     if kind == "llama3":
         low, high = (_number(found, key, None, where) for key in ("low_freq_factor", "high_freq_factor"))
         if not low < high:
@@ -380,13 +395,15 @@ def load(
     in; ``max_seq_len`` in tokens replaces the context of config.json (RoPE keeps the angles of config.json); ``ops``
     as in ``Decoder``. One copy of the weights is made, tensor by tensor.
 
-    Raises: FileNotFoundError for a folder or file that is not there; ValueError as ``config_from_hf``, and for a
-    tensor that is missing, not expected, of a wrong shape or quantised, for an index that disagrees with its shards
-    or leaves the folder, and for a folder that holds pickles only; MemoryError where a GPU is too full. Each comes
-    before memory is taken for weights.
+    Raises: FileNotFoundError for a folder or file that is not there; ValueError as ``config_from_hf``, for a ``dtype``
+    that is not one of float64, float32, float16 and bfloat16, for a tensor that is missing, not expected, of a wrong
+    shape or quantised, for an index that disagrees with its shards or leaves the folder, and for a folder that holds
+    pickles only; MemoryError where a GPU is too full. Each comes before memory is taken for weights.
 
     Source: chapter 01; the safetensors format.
     """
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(str, _DTYPES.values()))}, or None")
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -425,7 +442,7 @@ def _read_json(file: Path) -> Any:
         raise FileNotFoundError(f"{file} is not there; a checkpoint folder must hold {file.name}")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON, bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, brackets without end
         raise ValueError(f"{file} is not valid JSON: {error}") from None
 
 
@@ -579,14 +596,17 @@ def save(decoder: Decoder, path: str | os.PathLike[str], architecture: str = "Ll
     """Write a decoder as a Hugging Face folder (``config.json``, ``model.safetensors``) that transformers reads too.
 
     Shapes and units: weights are stored in the decoder's dtype, tied embeddings once. ``architecture`` is a key of
-    ``ARCHITECTURES``. Each file appears whole or not at all. Of a stretched RoPE the layout keeps the trained context
-    and the factor; ``load`` gives as ``max_seq_len`` what these reach.
+    ``ARCHITECTURES``. Both files are written beside their places before either is put there, each whole or not at all.
+    Of a stretched RoPE the layout keeps the trained context and the factor; ``load`` gives as ``max_seq_len`` what
+    these reach.
 
-    Raises: ValueError where the architecture is unknown or cannot describe this decoder, before anything is written.
+    Raises: ValueError where the architecture is unknown or cannot describe this decoder, or the decoder holds other
+    tensors than its configuration says (an output layer of its own where it should be tied), before anything is
+    written.
 
     Source: chapter 01; the safetensors format.
     """
-    if architecture not in ARCHITECTURES:
+    if architecture not in tuple(ARCHITECTURES):
         raise ValueError(f"architecture is {architecture!r}; it must be one of {', '.join(ARCHITECTURES)}")
     config = decoder.config
     hf = _to_hf(config, architecture, decoder.dtype)
@@ -595,22 +615,34 @@ def save(decoder: Decoder, path: str | os.PathLike[str], architecture: str = "Ll
     if wrong:
         name = wrong[0]
         raise ValueError(f"a {architecture} cannot have {name} {getattr(config, name)!r}; choose another architecture")
+    weights = decoder.state_dict()
+    shapes, right = (
+        {k: list(t.shape) for k, t in d.items()} for d in (weights, Decoder(config, device="meta").state_dict())
+    )
+    for key in sorted(shapes.keys() | right.keys()):
+        if shapes.get(key) != right.get(key):
+            raise ValueError(f"decoder has {key} {shapes.get(key)}; by its configuration it must be {right.get(key)}")
+    if config.tie_embeddings:
+        head, embedding = weights.pop("lm_head.weight"), weights["embed_tokens.weight"]
+        if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+            raise ValueError(
+                "decoder has an lm_head.weight that differs from embed_tokens.weight; its configuration ties them, so "
+                "they must be equal (or tie_embeddings False)"
+            )
     from safetensors.torch import save_file  # kept out of `import kvlab`
 
-    tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    weights = {
-        _hf_name(key): tensor.detach().cpu().contiguous()
-        for key, tensor in decoder.state_dict().items()
-        if key not in tied
-    }
+    weights = {_hf_name(key): tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{_SINGLE}.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / _SINGLE)
-    partial = folder / ".config.json.partial"
-    partial.write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / "config.json")
+    partials = {name: folder / f".{name}.partial" for name in (_SINGLE, "config.json")}
+    try:
+        save_file(weights, partials[_SINGLE], metadata={"format": "pt"})
+        partials["config.json"].write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+        for name, partial in partials.items():
+            os.replace(partial, folder / name)
+    finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
 
 
 def _to_hf(config: ModelConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:

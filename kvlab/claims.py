@@ -25,7 +25,6 @@ from typing import Any
 from kvlab import display
 
 VERDICTS = ("holds", "holds if", "wrong", "untested")
-HOW = ("computed", "measured on", "simulated")
 MIME = "application/vnd.kvlab.verdict+json"
 
 
@@ -82,7 +81,7 @@ def make(
 
     Raises: ValueError as ``verdict``.  Source: CONTRIBUTING.md.
     """
-    if id not in all_claims():
+    if not isinstance(id, str) or id not in all_claims():
         raise ValueError(f"id is {id!r}; it must be one of the claims A1 to A38 and B1 to B30")
     if verdict not in VERDICTS:
         raise ValueError(f"verdict on {id} is {verdict!r}; it must be one of: {', '.join(VERDICTS)}")
@@ -91,7 +90,7 @@ def make(
         optional = name in ("condition", "right_value") and value is None
         if not optional and (not isinstance(value, str) or not value.strip()):
             raise ValueError(f"{name} of the verdict on {id} is {value!r}; it must be words")
-    if not how.startswith(HOW) or how.strip() == "measured on":
+    if not re.match(r"(computed|simulated)\b|measured on\s+\w", how):
         raise ValueError(
             f"how of the verdict on {id} is {how!r}; it must begin: computed, measured on (a machine), simulated"
         )
@@ -141,23 +140,29 @@ def read(notebook: str | Path) -> list[Verdict]:
     Source: Jupyter's notebook format.
     """
     try:
-        cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        cells = _list(json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"])
+        outputs = [output for cell in cells for output in _list(cell.get("outputs", []))]
+        held = [output.get("metadata", {}).get(MIME) for output in outputs]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{notebook} cannot be read as a notebook: {error}") from None
     found: list[Verdict] = []
-    for cell in cells:
-        for output in cell.get("outputs", []):
-            parts: Any = output.get("metadata", {}).get(MIME)
-            if parts is None:
-                continue
-            try:
-                one = make(**{k: v for k, v in parts.items() if v or k not in ("condition", "right_value")})
-            except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"{notebook} holds a verdict that is none: {error}") from None
-            if any(one.id == other.id for other in found):
-                raise ValueError(f"{notebook} gives two verdicts on {one.id}; a chapter gives one")
-            found.append(one)
+    for parts in held:
+        if parts is None:
+            continue
+        try:
+            one = make(**{k: v for k, v in parts.items() if v != "" or k not in ("condition", "right_value")})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{notebook} holds a verdict that is none: {error}") from None
+        if any(one.id == other.id for other in found):
+            raise ValueError(f"{notebook} gives two verdicts on {one.id}; a chapter gives one")
+        found.append(one)
     return found
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"it has {value!r} where a list must be")
+    return value
 
 
 def chapter_of(notebook: str | Path) -> str:

@@ -6,9 +6,30 @@ The numbers are those of each model's published ``config.json``. Chapter 00 coun
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a plain finite number that a float can hold; a boolean is none. Source: chapter 00."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _require_integers(config: Any, names: str, least: int = 1) -> None:
+    for name in names.split():
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            must = "a positive integer" if least == 1 else f"an integer, {least} or more"
+            raise ValueError(f"{name} is {value!r}; it must be {must}")
+
+
+def _require_flags(config: Any, names: str) -> None:
+    for name in names.split():
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -19,7 +40,9 @@ class RopeConfig:
     ``original_max_seq_len`` is in tokens. ``low_freq_factor`` and ``high_freq_factor`` belong to ``llama3``;
     ``beta_fast``, ``beta_slow``, ``attention_factor``, ``mscale``, ``mscale_all_dim`` and ``truncate`` to ``yarn``.
 
-    Raises: ValueError where ``kind`` is unknown, ``theta`` is not positive or ``factor`` is under 1.
+    Raises: ValueError where ``kind`` is unknown, a number is not finite and positive (``mscale`` and
+    ``mscale_all_dim`` may be 0: off), ``factor`` is under 1, the two ends of a ``llama3`` ramp are not in order, or the
+    ``theta`` of ``yarn``, whose logarithm it takes, is not over 1.
 
     Source: Su et al. 2021 (RoPE); Peng et al. 2023 (YaRN); Grattafiori et al. 2024 (Llama 3).
     """
@@ -40,10 +63,26 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope kind is {self.kind!r}; it must be one of {', '.join(ROPE_KINDS)}")
-        if not self.theta > 0:
-            raise ValueError(f"rope theta is {self.theta}; it must be positive")
+        for name in "theta factor low_freq_factor high_freq_factor beta_fast beta_slow".split():  # noqa: SIM905
+            value = getattr(self, name)
+            if not is_number(value) or value <= 0:
+                raise ValueError(f"rope {name} is {value!r}; it must be a positive number")
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and (not is_number(value) or value < 0 or (name == "attention_factor" and not value)):
+                raise ValueError(f"rope {name} is {value!r}; it must be a positive number, or None")
+        if self.original_max_seq_len is not None:
+            _require_integers(self, "original_max_seq_len")
+        _require_flags(self, "truncate")
         if self.factor < 1:
             raise ValueError(f"rope factor is {self.factor}; it must be 1 or more")
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ValueError(f"rope theta is {self.theta}; for yarn it must be over 1")
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope low_freq_factor is {self.low_freq_factor}; it must be under high_freq_factor "
+                f"({self.high_freq_factor})"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,6 +91,8 @@ class MLAConfig:
 
     Shapes and units: all in elements. A token's cache entry in one layer is one latent of ``kv_lora_rank`` and one
     rotated key of ``qk_rope_head_dim``, shared by all heads.
+
+    Raises: ValueError naming the field that is not a positive integer.
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2 and V3).
     """
@@ -62,6 +103,9 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
 
+    def __post_init__(self) -> None:
+        _require_integers(self, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -69,6 +113,9 @@ class MoEConfig:
 
     Shapes and units: counts of experts and layers; ``intermediate_size`` is one expert's inner width in elements.
     The first ``num_dense_layers`` layers keep an ordinary MLP.
+
+    Raises: ValueError naming the field that is not a positive integer (``num_shared_experts`` and
+    ``num_dense_layers`` may be 0), or where a token would use more experts than there are.
 
     Source: DeepSeek-AI 2024 (DeepSeek-V3).
     """
@@ -79,6 +126,15 @@ class MoEConfig:
     intermediate_size: int
     num_dense_layers: int
 
+    def __post_init__(self) -> None:
+        _require_integers(self, "num_experts num_experts_per_token intermediate_size")
+        _require_integers(self, "num_shared_experts num_dense_layers", 0)
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token is {self.num_experts_per_token}; it must be at most num_experts "
+                f"({self.num_experts})"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -88,7 +144,8 @@ class ModelConfig:
     ``num_heads`` must be a multiple of ``num_kv_heads``. ``sliding_window`` is a count of tokens, the query itself
     included, and holds for the layers in ``sliding_layers`` (None: all of them).
 
-    Raises: ValueError naming the field that is not a positive integer or does not divide.
+    Raises: ValueError naming the field that is of a wrong type, not positive, does not divide, or names a layer that
+    the model does not have.
 
     Source: chapter 00; the ``config.json`` of each published model.
     """
@@ -115,17 +172,35 @@ class ModelConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        sizes = "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size max_seq_len"
-        for name in sizes.split():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        _require_integers(self, "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_size")
+        _require_integers(self, "vocab_size max_seq_len")
+        _require_flags(self, "tie_embeddings attention_bias attention_out_bias mlp_bias qk_norm")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}; it must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window is {self.sliding_window}; it must be 1 or more, or None")
+        if not is_number(self.norm_eps) or self.norm_eps <= 0:
+            raise ValueError(f"norm_eps is {self.norm_eps!r}; it must be a positive number")
+        for name, kind, optional in (("rope", RopeConfig, False), ("mla", MLAConfig, True), ("moe", MoEConfig, True)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (optional and value is None):
+                raise ValueError(f"{name} is {value!r}; it must be a {kind.__name__}" + ", or None" * optional)
+        if self.rope.kind == "dynamic" and self.head_dim <= 2:
+            raise ValueError(f"head_dim is {self.head_dim}; for a dynamic rope it must be over 2")
+        if self.moe is not None and self.moe.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"moe has num_dense_layers {self.moe.num_dense_layers}; it must be at most num_layers "
+                f"({self.num_layers})"
+            )
+        if self.sliding_window is not None:
+            _require_integers(self, "sliding_window")
+        layers = self.sliding_layers
+        if layers is not None and not (
+            isinstance(layers, tuple) and all(type(i) is int and 0 <= i < self.num_layers for i in layers)
+        ):
+            raise ValueError(
+                f"sliding_layers is {layers!r}; it must be a tuple of layers from 0 to {self.num_layers - 1}, or None"
+            )
 
     @property
     def group_size(self) -> int:
@@ -190,6 +265,6 @@ def get(name: str) -> ModelConfig:
 
     Source: chapter 00.
     """
-    if name not in MODELS:
+    if not isinstance(name, str) or name not in MODELS:
         raise ValueError(f"model {name!r} is not known; choose one of {', '.join(MODELS)}")
     return MODELS[name]

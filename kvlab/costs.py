@@ -6,10 +6,12 @@ multiply-add is two operations.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvlab.config import ModelConfig
+from kvlab.config import ModelConfig, is_number
 
 BYTES_PER_ELEMENT: dict[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int2": 0.25}
 
@@ -40,15 +42,24 @@ def kv_bytes(config: ModelConfig, seq_len: int, batch: int = 1, dtype: str = "bf
 
     Sliding windows are not subtracted: a cache that forgets is chapter 11.
 
-    Raises: ValueError for a negative length or batch, or an unknown dtype.  Source: chapter 00.
+    Raises: ValueError where the length or batch is no integer or negative, or the dtype unknown.  Source: chapter 00.
     """
-    if seq_len < 0 or batch < 0:
-        raise ValueError(f"seq_len is {seq_len} and batch {batch}; both must be 0 or more")
-    return batch * seq_len * kv_bytes_per_token(config, dtype)
+    return _count("seq_len", seq_len) * _count("batch", batch) * kv_bytes_per_token(config, dtype)
+
+
+def _count(name: str, value: Any, least: int = 0) -> int:
+    """A count as Python's own int, which does not wrap as NumPy's do."""
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or found < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer, {least} or more")
+    return found
 
 
 def _element_bytes(dtype: str) -> float:
-    if dtype not in BYTES_PER_ELEMENT:
+    if not isinstance(dtype, str) or dtype not in BYTES_PER_ELEMENT:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(BYTES_PER_ELEMENT)}")
     return BYTES_PER_ELEMENT[dtype]
 
@@ -161,16 +172,17 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Operations a byte. Source: Williams et al. 2009."""
-        return self.flops / self.bytes
+        """Operations a byte; 0 where there is no work. Source: Williams et al. 2009."""
+        return self.flops / self.bytes if self.flops else 0.0
 
 
 def visible_pairs(q_len: int, kv_len: int) -> int:
     """How many (query, key) pairs a causal pass computes, the q_len queries being the last of kv_len tokens.
 
-    Raises: ValueError where q_len is over kv_len or one is negative.  Source: chapter 00.
+    Raises: ValueError where one is no integer or negative, or q_len is over kv_len.  Source: chapter 00.
     """
-    if not 0 <= q_len <= kv_len:
+    q_len, kv_len = _count("q_len", q_len), _count("kv_len", kv_len)
+    if q_len > kv_len:
         raise ValueError(f"q_len is {q_len} and kv_len {kv_len}; q_len must lie between 0 and kv_len")
     return q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2
 
@@ -179,6 +191,8 @@ def forward(config: ModelConfig, q_lens: Sequence[int], kv_lens: Sequence[int], 
     """The least work of one forward pass over B sequences, logits for the last token of each.
 
     Shapes and units: ``q_lens[b]`` new tokens, ``kv_lens[b]`` tokens of the sequence once the pass is done.
+
+    A sequence without new tokens is idle and costs nothing; a pass in which all are idle does not run.
 
     Sliding windows are not subtracted. Attention counts 4 * H * D operations a visible pair (a product for the score
     and one for the value); for latent attention the absorbed form that decodes use, 2 * H * (2 * kv_lora_rank +
@@ -191,9 +205,11 @@ def forward(config: ModelConfig, q_lens: Sequence[int], kv_lens: Sequence[int], 
     """
     if len(q_lens) != len(kv_lens):
         raise ValueError(f"q_lens has {len(q_lens)} entries and kv_lens {len(kv_lens)}; each needs one a sequence")
-    size, tokens, params = _element_bytes(dtype), sum(q_lens), num_parameters(config)
+    lens = [(_count("q_len", q), _count("kv_len", kv)) for q, kv in zip(q_lens, kv_lens, strict=True)]
+    pairs = sum(visible_pairs(q, kv) for q, kv in lens)
+    running = [(q, kv) for q, kv in lens if q]
+    size, tokens, params = _element_bytes(dtype), sum(q for q, _ in running), num_parameters(config)
     head = config.vocab_size * config.hidden_size
-    pairs = sum(visible_pairs(q, kv) for q, kv in zip(q_lens, kv_lens, strict=True))
     if config.mla is not None:
         per_pair = 2 * config.num_heads * (2 * config.mla.kv_lora_rank + config.mla.qk_rope_head_dim)
     else:
@@ -201,14 +217,13 @@ def forward(config: ModelConfig, q_lens: Sequence[int], kv_lens: Sequence[int], 
     mlp_read = params.mlp
     if config.moe is not None:
         dense = config.moe.num_dense_layers * 3 * config.hidden_size * config.intermediate_size
-        mlp_read = min(params.mlp, dense + max(tokens, 1) * (params.mlp_active - dense))
-    read = (params.attention + mlp_read + params.norms + head) * size
-    past = sum(kv - q for q, kv in zip(q_lens, kv_lens, strict=True))
+        mlp_read = min(params.mlp, dense + tokens * (params.mlp_active - dense))
+    read = (params.attention + mlp_read + params.norms + head) * size if running else 0.0
     return Work(
-        flops_linear=2.0 * tokens * (params.attention + params.mlp_active) + 2.0 * len(q_lens) * head,
+        flops_linear=2.0 * tokens * (params.attention + params.mlp_active) + 2.0 * len(running) * head,
         flops_attention=float(config.num_layers * per_pair * pairs),
         bytes_weights=read,
-        bytes_kv_read=(past + tokens) * kv_bytes_per_token(config, dtype),
+        bytes_kv_read=sum(kv for _, kv in running) * kv_bytes_per_token(config, dtype),
         bytes_kv_write=tokens * kv_bytes_per_token(config, dtype),
         bytes_activations=tokens * activation_elements_per_token(config) * size,
     )
@@ -234,14 +249,18 @@ def activation_elements_per_token(config: ModelConfig) -> int:
 
 
 def prefill(config: ModelConfig, prompt_len: int, batch: int = 1, dtype: str = "bf16") -> Work:
-    """The work of computing ``batch`` prompts of ``prompt_len`` tokens. Raises: as ``forward``.  Source: chapter 00."""
+    """The work of computing ``batch`` prompts of ``prompt_len`` tokens.
+
+    Raises: ValueError as ``forward``, and for a batch that is no integer or negative.  Source: chapter 00."""
+    batch = _count("batch", batch)
     return forward(config, [prompt_len] * batch, [prompt_len] * batch, dtype)
 
 
 def decode(config: ModelConfig, context: int, batch: int = 1, dtype: str = "bf16") -> Work:
     """The work of one more token for ``batch`` sequences that then have ``context`` tokens.
 
-    Raises: as ``forward``.  Source: chapter 00."""
+    Raises: ValueError as ``forward``, and for a batch that is no integer or negative.  Source: chapter 00."""
+    batch = _count("batch", batch)
     return forward(config, [1] * batch, [context] * batch, dtype)
 
 
@@ -252,7 +271,7 @@ class Hardware:
     ``source`` says whether the rates are a datasheet's or measured. ``joules_per_byte`` and ``joules_per_flop`` are
     0 where unknown.
 
-    Raises: ValueError for a size or rate that is not positive.  Source: chapter 00.
+    Raises: ValueError for a size or rate that is not finite and positive, or a negative energy.  Source: chapter 00.
     """
 
     name: str
@@ -264,8 +283,11 @@ class Hardware:
     joules_per_flop: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.memory > 0 and self.bandwidth > 0 and self.flops > 0):
-            raise ValueError(f"{self.name}: memory, bandwidth and flops must be positive")
+        for field in ("memory", "bandwidth", "flops", "joules_per_byte", "joules_per_flop"):
+            value, may_be_0 = getattr(self, field), field.startswith("joules")
+            if not is_number(value) or value < 0 or (value == 0 and not may_be_0):
+                must = "a finite number, 0 or more" if may_be_0 else "a positive number"
+                raise ValueError(f"{self.name}: {field} is {value!r}; it must be {must}")
 
     @property
     def ridge(self) -> float:
@@ -341,13 +363,15 @@ def capacity(
     copied where there are fewer heads than cards; where they do not divide, the card with most of them is the limit.
     The latent of MLA is copied to each.
 
-    Raises: ValueError for a size under 1, a utilization outside (0, 1], or an unknown dtype.
+    Raises: ValueError for a memory that is not finite and positive, a count that is no integer or under 1, a
+    utilization outside (0, 1], or an unknown dtype.
 
     Source: chapter 00.
     """
-    if memory <= 0 or seq_len < 1 or num_gpus < 1:
-        raise ValueError(f"memory is {memory}, seq_len {seq_len}, num_gpus {num_gpus}; each must be positive")
-    if not 0 < utilization <= 1:
+    if not is_number(memory) or memory <= 0:
+        raise ValueError(f"memory is {memory!r}; it must be a positive number of bytes")
+    seq_len, num_gpus = _count("seq_len", seq_len, 1), _count("num_gpus", num_gpus, 1)
+    if not is_number(utilization) or not 0 < utilization <= 1:
         raise ValueError(f"utilization is {utilization}; it must be over 0 and at most 1")
     heads = 1 if config.mla is not None else config.num_kv_heads
     fullest = -(-heads // num_gpus)  # heads on the card that has most of them

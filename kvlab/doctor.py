@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+RENEW = "rm -f .venv/.set-up-*; make setup"  # without its stamp, make sets up again
 MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 CHECKED = {
     "reading": ("torch", "triton", "numpy", "safetensors", "tokenizers", "matplotlib", "tqdm"),
@@ -98,11 +99,9 @@ def _packages(lock: str) -> list[Finding]:
         ]
         needed = purpose == "reading" and any(n != "triton" for n in missing)
         if missing:
-            found.append(
-                Finding("bad" if needed else "note", f"for {purpose}, missing: {', '.join(missing)}", "make setup")
-            )
+            found.append(Finding("bad" if needed else "note", f"for {purpose}, missing: {', '.join(missing)}", RENEW))
         if other:
-            found.append(Finding("note", f"for {purpose}, not as locked: {', '.join(other)}", "make setup"))
+            found.append(Finding("note", f"for {purpose}, not as locked: {', '.join(other)}", RENEW))
         if not missing and not other:
             found.append(
                 Finding("ok", f"for {purpose}: {', '.join(f'{n} {_version(n)}' for n in names if _version(n))}")
@@ -112,7 +111,7 @@ def _packages(lock: str) -> list[Finding]:
 
 def _kernels(driver: str | None) -> list[Finding]:
     if importlib.util.find_spec("torch") is None:
-        return [Finding("bad", "no torch: nothing of the book runs", "make setup")]
+        return [Finding("bad", "no torch: nothing of the book runs", RENEW)]
     import torch
 
     if driver and not torch.cuda.is_available():
@@ -164,7 +163,7 @@ def _models() -> list[Finding]:
     for name in zoo.NAMES:
         try:
             zoo.load(name, device="cpu")
-        except (ValueError, OSError, KeyError) as error:
+        except (ValueError, OSError) as error:
             found.append(Finding("bad", f"the model {name} does not load: {error}", "git checkout kvlab/zoo"))
         else:
             found.append(Finding("ok", f"the model {name} loads, checksum right"))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvlab import reference, runtime
-from kvlab.batch import Batch
-from kvlab.cache import CacheFull, check_keep, check_truncate
+from kvlab.batch import Batch, as_int
+from kvlab.cache import CacheFull, check_attend, check_keep, check_truncate
 from kvlab.config import ModelConfig
 
 
@@ -19,7 +19,8 @@ class NaiveCache:
     Shapes and units: k and v are [num_layers, max_num_seqs, max_seq_len, H_kv, D]; a sequence owns one row of every
     layer from its first token until ``free``. ``max_num_seqs`` is a count, ``max_seq_len`` in tokens.
 
-    Raises: ValueError for sizes under 1; MemoryError with the size that would fit where a GPU is too full.
+    Raises: ValueError for sizes under 1 or a dtype that is not floating-point; MemoryError with the size that would fit
+    where a GPU is too full.
 
     Source: chapter 01.
     """
@@ -33,8 +34,11 @@ class NaiveCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        max_num_seqs, max_seq_len = as_int(max_num_seqs, "max_num_seqs"), as_int(max_seq_len, "max_seq_len")
         if max_num_seqs < 1 or max_seq_len < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs} and max_seq_len {max_seq_len}; both must be 1 or more")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype!r}; it must be a floating-point torch dtype")
         self.config, self.max_num_seqs, self.max_seq_len = config, max_num_seqs, max_seq_len
         shape = (config.num_layers, max_num_seqs, max_seq_len, config.num_kv_heads, config.head_dim)
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
@@ -98,11 +102,15 @@ class NaiveCache:
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Store k, v [T, H_kv, D] (None: read only) in their rows and attend q [T, H, D], one sequence at a time.
 
-        Raises: ValueError before ``prepare``.  Source: chapter 01.
+        Raises: ValueError before ``prepare``, where a sequence was freed or cut since, or as ``check_attend``.
+
+        Source: chapter 01.
         """
         batch = self._batch
         if batch is None:
             raise ValueError("attend was called before prepare(batch)")
+        check_attend(self.config, batch, layer, q, k, v)
+        self._require_prepared(batch)
         runtime.require_no_grad(q, k, v)
         out = torch.zeros_like(q)
         start = 0
@@ -121,6 +129,10 @@ class NaiveCache:
             )  # fmt: skip
         return out
 
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether the sequence owns a row, be it an empty one. Source: chapter 01."""
+        return seq_id in self._rows
+
     def length(self, seq_id: int) -> int:
         """Tokens kept of a sequence; 0 for an id never seen. Source: chapter 01."""
         return self._lengths.get(seq_id, 0)
@@ -131,14 +143,15 @@ class NaiveCache:
         Raises: ValueError for an unknown parent or a known child; CacheFull.  Source: chapter 01.
         """
         self._require(parent)
+        child = as_int(child, "fork: child")
         if child in self._rows:
             raise ValueError(f"fork: child {child} is already in the cache")
         if not self._free_rows:
             raise CacheFull(1, 0, "rows", "free a sequence or raise max_num_seqs")
-        source, target, length = self._rows[parent], self._free_rows.pop(), self._lengths[parent]
+        source, target, length = self._rows[parent], self._free_rows[-1], self._lengths[parent]
         self.k[:, target, :length] = self.k[:, source, :length]
         self.v[:, target, :length] = self.v[:, source, :length]
-        self._rows[child], self._lengths[child] = target, length
+        self._rows[child], self._lengths[child] = self._free_rows.pop(), length  # a copy that failed took nothing
 
     def keep(self, seq_id: int, base: int, indices: Sequence[int]) -> None:
         """Of the tokens after the first ``base`` keep those at ``indices`` (offsets), in this order.
@@ -146,7 +159,7 @@ class NaiveCache:
         Raises: ValueError for an unknown id, or offsets that are not distinct kept tokens.  Source: chapter 05.
         """
         self._require(seq_id)
-        check_keep(base, indices, self._lengths[seq_id])
+        base, indices = check_keep(base, indices, self._lengths[seq_id])
         row, chosen = self._rows[seq_id], torch.tensor([base + i for i in indices], device=self.k.device).long()
         self.k[:, row, base : base + len(indices)] = self.k[:, row, chosen]
         self.v[:, row, base : base + len(indices)] = self.v[:, row, chosen]
@@ -158,14 +171,21 @@ class NaiveCache:
         Raises: ValueError for an unknown id, a negative length or one past the end.  Source: chapter 01.
         """
         self._require(seq_id)
-        check_truncate(length, self._lengths[seq_id])
-        self._lengths[seq_id] = length
+        self._lengths[seq_id] = check_truncate(length, self._lengths[seq_id])
 
     def free(self, seq_id: int) -> None:
         """Give the sequence's row back; an unknown id is no error. Source: chapter 01."""
         if seq_id in self._rows:
             self._free_rows.append(self._rows.pop(seq_id))
             del self._lengths[seq_id]
+
+    def _require_prepared(self, batch: Batch) -> None:
+        for seq_id, q_len, past in zip(batch.seq_ids, batch.q_lens, batch.past_lens, strict=True):
+            if seq_id is not None and self._lengths.get(seq_id) != past + q_len:
+                raise ValueError(
+                    f"sequence {seq_id} has {self.length(seq_id)} tokens, and {past + q_len} when the batch was "
+                    "prepared; call prepare(batch) again"
+                )
 
     def _require(self, seq_id: int) -> None:
         if seq_id not in self._rows:

@@ -5,8 +5,12 @@ Every kernel of the book must equal these few lines. Nothing here is fast, and n
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def visible_keys(
@@ -24,12 +28,18 @@ def visible_keys(
     is aligned bottom-right. ``window_size`` is (left, right) in tokens, inclusive, -1 unlimited. ``tree_mask``
     [q_len] int64 replaces causality among the new tokens by its bits, and measures the window by depth.
 
-    Raises: ValueError where a length is negative.
+    Raises: ValueError where a length is negative, or ``tree_mask`` is of another shape or type, has over 63 tokens, or
+    more than ``kv_len``.
 
     Source: chapter 01; FlashAttention's conventions.
     """
     if q_len < 0 or kv_len < 0:
         raise ValueError(f"q_len is {q_len} and kv_len {kv_len}; both must be 0 or more")
+    if tree_mask is not None:
+        if tree_mask.shape != (q_len,) or tree_mask.dtype != torch.int64:
+            raise ValueError(f"tree_mask is {_described(tree_mask)}; it must be [{q_len}] of torch.int64")
+        if q_len > min(63, kv_len):
+            raise ValueError(f"tree_mask has {q_len} tokens; a tree has 63 at most, all among the {kv_len} keys")
     past = kv_len - q_len
     q_slot = past + torch.arange(q_len, device=device)[:, None]
     k_slot = torch.arange(kv_len, device=device)[None, :]
@@ -49,6 +59,10 @@ def visible_keys(
     if right >= 0:
         seen = seen & (k_pos <= q_pos + right)
     return seen
+
+
+def _described(x: Tensor) -> str:
+    return f"{list(x.shape)} of {x.dtype}"
 
 
 def attend_one(
@@ -71,10 +85,24 @@ def attend_one(
     a row that sees no key and has no sink (its output is 0). ``dtype`` is what everything is computed in; None keeps
     q's own, which is the "plain PyTorch in the same low precision" of the tolerance rule.
 
-    Raises: ValueError where H is no multiple of H_kv.
+    Raises: ValueError where H is no multiple of H_kv, shapes do not fit together, the scale or the softcap is no finite
+    number or the softcap is negative, or as ``visible_keys``.
 
     Source: chapter 01; Vaswani et al. 2017.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [tokens, heads, head size]")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k has shape {list(k.shape)}; its head size must be that of q, {q.shape[2]}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v has shape {list(v.shape)}; its tokens and heads must be those of k, {list(k.shape[:2])}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks have shape {list(sinks.shape)}; it must be [{q.shape[1]}], one a head")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap is {softcap}; it must be 0 (off) or a positive number")
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}; it must be a finite number")
     (q_len, num_heads, head_dim), (kv_len, num_kv_heads) = q.shape, k.shape[:2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"q has {num_heads} heads and k {num_kv_heads}; the first must be a multiple of the second")
@@ -130,23 +158,55 @@ def attention(
     the cache, the new ones included; sinks [H]; tree_mask [total_q] int64; lse [H, total_q] natural log.
     ``max_seqlen_q`` and ``max_seqlen_k`` are bounds in tokens that this version does not need.
 
-    Raises: ValueError as ``attend_one``, and where a sequence has more tokens than its row of the table has pages, or
-    a page it needs is -1.
+    Raises: ValueError as ``attend_one``, where shapes or types do not fit together, ``cu_seqlens_q`` does not rise from
+    0 to total_q, and where a sequence has more tokens than its row of the table has pages, or a page it needs is not in
+    the cache.
 
     Source: chapter 02; vLLM's and FlashAttention's paged interface.
     """
+    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape[1] == 0:
+        raise ValueError(
+            f"q is {_described(q)} and k_cache {_described(k_cache)}; they must be [total_q, H, D] and [num_blocks, "
+            "block_size, H_kv, D]"
+        )
+    if v_cache.dim() != 4 or v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache has shape {list(v_cache.shape)}; it must be {list(k_cache.shape[:3])} and a head size"
+        )
+    batch = seqused_k.numel()
+    for name, x, shape in (
+        ("block_table", block_table, (batch, *block_table.shape[1:2])),
+        ("cu_seqlens_q", cu_seqlens_q, (batch + 1,)),
+        ("seqused_k", seqused_k, (batch,)),
+    ):
+        if x.shape != shape or x.dim() != (2 if name == "block_table" else 1) or x.dtype not in _INTEGERS:
+            raise ValueError(
+                f"{name} is {_described(x)}; it must be of int32, a row or entry for each of {batch} sequences"
+            )
     block_size = k_cache.shape[1]
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    if starts[0] != 0 or starts[-1] != q.shape[0] or starts != sorted(starts):
+        raise ValueError(f"cu_seqlens_q is {starts}; it must rise from 0 to {q.shape[0]}, the tokens of q")
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"seqused_k is {lengths}; lengths must be 0 or more")
+    if tree_mask is not None and tree_mask.shape != q.shape[:1]:
+        raise ValueError(
+            f"tree_mask has shape {list(tree_mask.shape)}; it must be [{q.shape[0]}], one entry a token of q"
+        )
     num_heads, result_dtype = q.shape[1], torch.float64 if dtype == torch.float64 else q.dtype
+    if out is not None and (out.shape != (*q.shape[:2], v_cache.shape[3]) or not out.is_floating_point()):
+        raise ValueError(
+            f"out is {_described(out)}; it must be {[*q.shape[:2], v_cache.shape[3]]} of a floating-point type"
+        )
     result = torch.zeros(q.shape[0], num_heads, v_cache.shape[3], dtype=result_dtype, device=q.device)
     lse = torch.full((num_heads, q.shape[0]), float("-inf"), dtype=torch.float64, device=q.device)
     for b, kv_len in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         blocks = block_table[b, : -(-kv_len // block_size)].long()
-        if kv_len > blocks.numel() * block_size or (blocks < 0).any():
+        if kv_len > blocks.numel() * block_size or (blocks < 0).any() or (blocks >= len(k_cache)).any():
             raise ValueError(
                 f"block_table[{b}] begins {blocks.tolist()}; {kv_len} tokens need {-(-kv_len // block_size)} pages of "
-                f"{block_size}, none of them -1"
+                f"{block_size}, each of them between 0 and {len(k_cache) - 1}"
             )
         keys = k_cache[blocks].flatten(0, 1)[:kv_len]
         values = v_cache[blocks].flatten(0, 1)[:kv_len]
@@ -178,10 +238,15 @@ def flash_attn_func(
 
     Shapes and units: q [B, Lq, H, D], k and v [B, Lk, H_kv, D]; gives [B, Lq, H, D] and lse [B, H, Lq].
 
-    Raises: ValueError as ``attend_one``.
+    Raises: ValueError as ``attend_one``, and where q, k and v are not of the same number of sequences.
 
     Source: chapter 03; FlashAttention's ``flash_attn_func``.
     """
+    if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; each must be "
+            "[B, tokens, heads, head size] of the same B"
+        )
     pairs = [
         attend_one(
             q[b], k[b], v[b], softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -189,5 +254,9 @@ def flash_attn_func(
         )
         for b in range(q.shape[0])
     ]  # fmt: skip
+    if not pairs:
+        wide = torch.float64 if dtype == torch.float64 or (dtype or q.dtype) == torch.float64 else torch.float32
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float64 if dtype == torch.float64 else q.dtype)
+        return (out, q.new_empty(0, q.shape[2], q.shape[1], dtype=wide)) if return_lse else out
     out = torch.stack([pair[0] for pair in pairs])
     return (out, torch.stack([pair[1] for pair in pairs])) if return_lse else out

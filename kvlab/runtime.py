@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import sys
 import warnings
@@ -251,3 +252,240 @@ def require_memory(nbytes: int, on: torch.device | str, what: str, bytes_per_uni
             f"{what} needs {nbytes / 1e9:.2f} GB and the GPU has {free / 1e9:.2f} GB free: "
             f"at most {free // bytes_per_unit} {unit} would fit"
         )
+
+
+# --- what every attention kernel shares ------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_rows(ptr, offsets, mask):
+    """Load a tile whose masked places are 0, whatever memory holds there: an unused slot may be NaN, and 0 times NaN
+    would be NaN.
+
+    Shapes and units: offsets (64-bit where they reach into a cache) and mask broadcast to the tile's shape.
+
+    Source: chapter 02.
+    """
+    return tl.load(ptr + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def count_bits(x):
+    """The number of bits set in each int64 below 2**63; any shape. Source: chapter 05; Warren, Hacker's Delight."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    x = x + (x >> 8)
+    x = x + (x >> 16)
+    x = x + (x >> 32)
+    return x & 0x7F
+
+
+@triton.jit
+def visible(q_index, k_index, q_bits, k_bits, q_len, kv_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr,
+            RIGHT: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
+    """Which keys of a tile each query of a tile sees: the rule of ``reference.visible_keys``, for one sequence.
+
+    Shapes and units: q_index [M] counts the sequence's new tokens, k_index [N] its slots; q_bits [M] and k_bits [N] are
+    the tree masks of those tokens (read only with TREE); LEFT and RIGHT in tokens, -1 unlimited; gives bool [M, N].
+
+    Source: chapter 02.
+    """
+    past = kv_len - q_len
+    seen = (q_index < q_len)[:, None] & (k_index < kv_len)[None, :]
+    q_pos = past + q_index
+    k_pos = k_index
+    if TREE:
+        new = k_index - past
+        q_pos = past + count_bits(q_bits).to(tl.int32) - 1
+        k_pos = tl.where(new < 0, k_index, past + count_bits(k_bits).to(tl.int32) - 1)
+        shift = tl.minimum(tl.maximum(new, 0), 62).to(tl.int64)
+        seen = seen & ((new < 0)[None, :] | (((q_bits[:, None] >> shift[None, :]) & 1) != 0))
+    elif CAUSAL:
+        seen = seen & (k_pos[None, :] <= q_pos[:, None])
+    if LEFT >= 0:
+        seen = seen & (k_pos[None, :] >= q_pos[:, None] - LEFT)
+    if RIGHT >= 0:
+        seen = seen & (k_pos[None, :] <= q_pos[:, None] + RIGHT)
+    return seen
+
+
+@triton.jit
+def key_range(q_start, q_count, q_len, kv_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+              TREE: tl.constexpr):  # fmt: skip
+    """First and one past the last slot that any of a tile's queries can see; the others need not be read.
+
+    Shapes and units: the tile's queries are q_start .. q_start + q_count of the sequence's q_len new tokens.
+
+    Source: chapter 02.
+    """
+    past = kv_len - q_len
+    last = tl.minimum(q_start + q_count, q_len) - 1
+    low = 0
+    high = kv_len
+    if TREE:  # depths lie between past and the last slot
+        if LEFT >= 0:
+            low = tl.maximum(past - LEFT, 0)
+    else:
+        if CAUSAL:
+            high = tl.minimum(high, past + last + 1)
+        if RIGHT >= 0:
+            high = tl.minimum(high, past + last + 1 + RIGHT)
+        if LEFT >= 0:
+            low = tl.maximum(past + q_start - LEFT, 0)
+    return low, tl.maximum(high, low)
+
+
+@triton.jit
+def cap(scores, softcap):
+    """softcap · tanh(scores / softcap), through exp, which every machine has; any shape. Source: Gemma 2, 2024."""
+    return softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+
+
+@triton.jit
+def finish(acc, total, peak):
+    """Close a softmax: the output rows, and the log of the denominator; a row that saw nothing gives 0 and -inf.
+
+    Shapes and units: acc [M, Dv] weighted sum, total [M] sum of exp(score - peak), peak [M]; natural log.
+
+    Source: chapter 02.
+    """
+    empty = total == 0.0
+    out = acc / tl.where(empty, 1.0, total)[:, None]
+    lse = tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1.0, total)))
+    return out, lse
+
+
+def check_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None, out: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Refuse arguments of the one attention signature that do not fit together, before anything is launched.
+
+    Reads shapes, dtypes, devices and strides only; with ``KVLAB_CHECK=1`` in the environment also what the tensors
+    hold, which waits for the device.
+
+    Shapes and units: as ``reference.attention``.
+
+    Raises: ValueError that names the argument, what it is and what it must be.
+
+    Source: chapter 02.
+    """
+
+    def need(right: bool, name: str, what: object, must: str) -> None:
+        if not right:
+            raise ValueError(f"{name} is {what}; it must be {must}")
+
+    need(q.ndim == 3, "q", f"of shape {list(q.shape)}", "[total_q, H, D]")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        need(cache.ndim == 4, name, f"of shape {list(cache.shape)}", "[num_blocks, block_size, H_kv, D]")
+        need(cache.dtype == q.dtype, name, cache.dtype, f"{q.dtype}, as q")
+        need(
+            cache.stride(3) == 1 or cache.shape[3] < 2,
+            name,
+            f"strided by {cache.stride(3)} within a head",
+            "contiguous there",
+        )
+    need(q.is_floating_point(), "q", q.dtype, "a floating-point tensor")
+    need(q.stride(2) == 1 or q.shape[2] < 2, "q", f"strided by {q.stride(2)} within a head", "contiguous there")
+    heads, kv_heads = q.shape[1], k_cache.shape[2]
+    need(
+        k_cache.shape[:3] == v_cache.shape[:3],
+        "v_cache",
+        f"of shape {list(v_cache.shape)}",
+        f"like k_cache, {list(k_cache.shape)}, but for D",
+    )
+    need(k_cache.shape[3] == q.shape[2], "k_cache", f"of head size {k_cache.shape[3]}", f"{q.shape[2]}, as q")
+    need(kv_heads > 0 and heads % kv_heads == 0, "q", f"of {heads} heads", f"a multiple of the {kv_heads} KV heads")
+    need(k_cache.shape[1] > 0, "block_size", k_cache.shape[1], "1 or more")
+    batch = seqused_k.shape[0] if seqused_k.ndim == 1 else -1
+    need(batch >= 0, "seqused_k", f"of shape {list(seqused_k.shape)}", "[B]")
+    need(
+        block_table.ndim == 2 and block_table.shape[0] == batch,
+        "block_table",
+        f"of shape {list(block_table.shape)}",
+        f"[{batch}, max_blocks]",
+    )
+    need(cu_seqlens_q.shape == (batch + 1,), "cu_seqlens_q", f"of shape {list(cu_seqlens_q.shape)}", f"[{batch + 1}]")
+    for name, tensor in (("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
+        need(tensor.dtype == torch.int32, name, tensor.dtype, "torch.int32")
+        need(tensor.shape[-1] < 2 or tensor.stride(-1) == 1, name, f"strided by {tensor.stride(-1)}", "contiguous")
+    if sinks is not None:
+        need(
+            sinks.shape == (heads,) and sinks.is_contiguous(),
+            "sinks",
+            f"of shape {list(sinks.shape)}",
+            f"[{heads}], contiguous",
+        )
+        need(sinks.dtype == torch.float32, "sinks", sinks.dtype, "torch.float32")
+    if tree_mask is not None:
+        need(
+            tree_mask.shape == (q.shape[0],) and tree_mask.is_contiguous(),
+            "tree_mask",
+            f"of shape {list(tree_mask.shape)}",
+            f"[{q.shape[0]}], contiguous",
+        )
+        need(tree_mask.dtype == torch.int64, "tree_mask", tree_mask.dtype, "torch.int64")
+    if out is not None:
+        want = (q.shape[0], heads, v_cache.shape[3])
+        need(
+            out.shape == want and out.dtype == q.dtype,
+            "out",
+            f"{out.dtype} {list(out.shape)}",
+            f"{q.dtype} {list(want)}",
+        )
+        need(out.stride(2) == 1 or want[2] < 2, "out", f"strided by {out.stride(2)} within a head", "contiguous there")
+    others = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "seqused_k": seqused_k,
+        "sinks": sinks,
+        "tree_mask": tree_mask,
+        "out": out,
+    }
+    for name, other in others.items():
+        need(
+            other is None or other.device == q.device,
+            name,
+            f"on {other.device if other is not None else ''}",
+            f"on {q.device}, as q",
+        )
+    need(len(window_size) == 2 and min(window_size) >= -1, "window_size", window_size, "(left, right), each -1 or more")
+    need(softcap >= 0 and softcap < float("inf"), "softcap", softcap, "a finite number, 0 (off) or more")
+    require_no_grad(q, k_cache, v_cache)
+    if CHECK:
+        _check_contents(k_cache.shape[0], k_cache.shape[1], q.shape[0], block_table, cu_seqlens_q, seqused_k)
+
+
+def _check_contents(
+    num_blocks: int, block_size: int, total_q: int, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor
+) -> None:
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    if starts[0] != 0 or starts[-1] != total_q or any(b < a for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"cu_seqlens_q is {starts}; it must rise from 0 to total_q, {total_q}")
+    for b, length in enumerate(lengths):
+        needed = -(-length // block_size)
+        if length < 0 or needed > block_table.shape[1]:
+            raise ValueError(f"seqused_k[{b}] is {length}; it must be 0 to {block_table.shape[1] * block_size}")
+        pages = block_table[b, :needed].tolist()
+        if pages and not 0 <= min(pages) <= max(pages) < num_blocks:
+            raise ValueError(f"block_table[{b}] begins {pages}; its pages must be 0 to {num_blocks - 1}")
+
+
+def choose(impl: str | None, on: torch.device, name: str) -> str:
+    """Which implementation a function of this name runs: "triton" on a GPU, "torch" on a CPU unless asked otherwise.
+
+    Raises: ValueError for another ``impl``; RuntimeError where "triton" was asked for and cannot be launched.
+
+    Source: chapter 02.
+    """
+    if impl not in (None, "torch", "triton"):
+        raise ValueError(f'impl is {impl!r}; it must be "torch", "triton" or None')
+    if impl == "triton":
+        require_launch(name, on)
+    if impl is None and on.type == "cuda" and not can_launch(on):
+        warn_fallback(name)
+    return impl or ("triton" if on.type == "cuda" and can_launch(on) else "torch")

@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from kvlab.batch import as_int, as_ints
 
 _MASK = (1 << 64) - 1
 
@@ -22,10 +25,10 @@ class SamplingParams:
     """How one request wants its tokens chosen.
 
     Shapes and units: ``temperature`` 0 is greedy; ``top_k`` 0 keeps all tokens; ``top_p`` in (0, 1], 1 keeps all;
-    ``min_p`` in [0, 1], a fraction of the likeliest token's probability; ``seed`` any 64-bit integer; ``max_tokens``
-    new tokens at most, 0 or more; a token of ``stop_token_ids`` ends the text and is its last token.
+    ``min_p`` in [0, 1], a fraction of the likeliest token's probability; ``seed`` any 64-bit integer, signed or not;
+    ``max_tokens`` new tokens at most, 0 or more; a token of ``stop_token_ids`` ends the text and is its last token.
 
-    Raises: ValueError naming the field out of range.
+    Raises: ValueError naming the field out of range or of another type.
 
     Source: chapter 01; vLLM's SamplingParams; Holtzman et al. 2020 (top-p).
     """
@@ -39,19 +42,41 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"{name} is {value!r}; it must be a number")
+        for name in ("top_k", "seed", "max_tokens"):
+            object.__setattr__(self, name, as_int(getattr(self, name), name))
+        object.__setattr__(self, "stop_token_ids", tuple(as_ints(self.stop_token_ids, "stop_token_ids")))
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k!r}; it must be an integer, 0 (off) or more")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be an integer, 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be over 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it must be between 0 and 1")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 0:
-            raise ValueError(f"max_tokens is {self.max_tokens!r}; it must be an integer, 0 or more")
-        if not isinstance(self.seed, int):
-            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be an integer, 0 or more")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; it must be an integer of 64 bits")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids are {self.stop_token_ids}; token ids must be 0 or more")
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams], count: int, what: str) -> list[SamplingParams]:
+    """One ``SamplingParams`` for each of ``count`` rows or prompts (``what``): the given ones, or one for all.
+
+    Raises: ValueError for another number of them, or where one is no SamplingParams.  Source: chapter 01.
+    """
+    every = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(every) != count:
+        raise ValueError(f"params has {len(every)} entries; there are {count} {what}")
+    for one in every:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params holds {one!r}; it must be SamplingParams, or a list of them")
+    return every
 
 
 def _mix(x: int) -> int:
@@ -67,8 +92,11 @@ def uniform(seed: int, position: int, purpose: str = "sample") -> float:
     Shapes and units: ``position`` is the place in the sequence of the token being chosen; ``purpose`` keeps draws
     for different ends at one position apart (a draft's own draw, its acceptance). Gives a multiple of 2**-53.
 
+    Raises: ValueError where seed or position is no integer.
+
     Source: chapter 01; Salmon et al. 2011 (counter-based generators), Steele et al. 2014 (SplitMix64).
     """
+    seed, position = as_int(seed, "seed"), as_int(position, "position")  # a NumPy or torch integer would wrap
     tag = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
     x = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     x = _mix((x ^ position) + 0x9E3779B97F4A7C15 & _MASK)
@@ -79,8 +107,12 @@ def uniform(seed: int, position: int, purpose: str = "sample") -> float:
 def check_logits(logits: Tensor, labels: Sequence[object]) -> None:
     """Refuse logits [R, vocab] with a NaN, an infinity above, or a row that allows no token; name the row's label.
 
-    Raises: ValueError.  Source: chapter 01.
+    Raises: ValueError, also for logits of another shape or another number of labels.  Source: chapter 01.
     """
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits have shape {list(logits.shape)}; it must be [rows, vocab], of one token or more")
+    if len(labels) != logits.shape[0]:
+        raise ValueError(f"labels has {len(labels)} entries; logits have {logits.shape[0]} rows")
     highest = logits.amax(dim=1)  # NaN spreads through amax
     bad = (~torch.isfinite(highest)).nonzero().flatten().tolist()
     if bad:
@@ -95,22 +127,28 @@ def processed_probs(logits: Tensor, params: SamplingParams | Sequence[SamplingPa
     row is one-hot on its argmax (the lowest id among equals). top-k keeps tokens tied with the k-th; top-p keeps the
     shortest run of likeliest tokens whose probability reaches p; one token always stays.
 
-    Raises: ValueError where the number of params is not the number of rows.
+    Raises: ValueError as ``check_logits``, and where the number of params is not the number of rows.
 
     Source: chapter 01; the order of Hugging Face's logits processors.
     """
-    rows = list(params) if isinstance(params, Sequence) else [params] * logits.shape[0]
-    if len(rows) != logits.shape[0]:
-        raise ValueError(f"params has {len(rows)} entries; logits have {logits.shape[0]} rows")
+    check_logits(logits, [f"row {r}" for r in range(len(logits))])
+    return _processed(logits, one_each(params, len(logits), "rows of logits"))
+
+
+def _processed(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
+    """``processed_probs`` of logits that are known to be finite."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
+    if not rows:
+        return torch.zeros_like(logits, dtype=torch.float32)
     vocab = logits.shape[1]
     greedy = torch.tensor([p.temperature == 0 for p in rows], device=logits.device)
     limits = torch.finfo(torch.float32)  # the highest logit becomes 0, so no temperature can make a row overflow
     temperature = column([min(max(p.temperature or 1.0, limits.tiny), limits.max) for p in rows])
-    scaled = (logits.float() - logits.float().amax(dim=1, keepdim=True)) / temperature
+    wide = logits if logits.dtype == torch.float64 else logits.float()  # a large float64 would not fit a float32
+    scaled = (wide - wide.amax(dim=1, keepdim=True)).float() / temperature
     if any(0 < p.top_k < vocab for p in rows):
         ranks = torch.tensor([min(p.top_k or vocab, vocab) - 1 for p in rows], device=logits.device)[:, None]
         kth = scaled.sort(dim=1, descending=True).values.gather(1, ranks)
@@ -137,8 +175,25 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     Shapes and units: probs [R, vocab], uniforms [R] in [0, 1); gives token ids [R] int64, each of positive
     probability. The cumulative sums are float64.
 
+    Raises: ValueError for a row with a probability that is negative or not finite, or without a positive one, and for
+    uniforms outside [0, 1) or of another number.
+
     Source: chapter 01.
     """
+    if uniforms.shape != probs.shape[:1]:
+        raise ValueError(f"uniforms have shape {list(uniforms.shape)}; probs have {list(probs.shape)}, one row each")
+    bad = ~((probs >= 0) & probs.isfinite()).all(dim=1) | ~(probs > 0).any(dim=1)
+    if bool(bad.any()):
+        raise ValueError(
+            f"probs[{bad.nonzero()[0].item()}] is no distribution; it must be 0 or more, finite, and not all 0"
+        )
+    if not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+        raise ValueError(f"uniforms are {uniforms.tolist()}; each must be in [0, 1)")
+    return _drawn(probs, uniforms)
+
+
+def _drawn(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """``draw`` from rows that are known to be distributions."""
     cumulative = probs.double().cumsum(dim=1)
     target = uniforms.double()[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -163,18 +218,15 @@ def sample(
 
     Source: chapter 01.
     """
-    if logits.shape[0] == 0:
-        return []
-    if len(positions) != logits.shape[0]:
-        raise ValueError(f"positions has {len(positions)} entries; logits have {logits.shape[0]} rows")
-    rows = list(params) if isinstance(params, Sequence) else [params] * logits.shape[0]
-    if len(rows) != logits.shape[0]:
-        raise ValueError(f"params has {len(rows)} entries; logits have {logits.shape[0]} rows")
-    if labels is not None and len(labels) != logits.shape[0]:
-        raise ValueError(f"labels has {len(labels)} entries; logits have {logits.shape[0]} rows")
-    check_logits(logits, labels or [f"row {r}, position {p}" for r, p in enumerate(positions)])
+    places = as_ints(positions, "positions")
+    if len(places) != len(logits):
+        raise ValueError(f"positions has {len(places)} entries; logits have {len(logits)} rows")
+    rows = one_each(params, len(logits), "rows of logits")
+    if labels is None:
+        labels = [f"row {r}, position {p}" for r, p in enumerate(places)]
+    check_logits(logits, labels)
     if all(p.temperature == 0 for p in rows):
         return logits.argmax(dim=1).tolist()
-    uniforms = [uniform(p.seed, position, purpose) for p, position in zip(rows, positions, strict=True)]
-    probs = processed_probs(logits, rows)
-    return draw(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)).tolist()
+    uniforms = [uniform(p.seed, position, purpose) for p, position in zip(rows, places, strict=True)]
+    probs = _processed(logits, rows)
+    return _drawn(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)).tolist()

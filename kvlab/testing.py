@@ -2,8 +2,8 @@
 
 ``HOSTILE`` is one table of cases: small inputs on which real systems were once wrong. A chapter runs all of it::
 
-    for case in testing.ATTENTION:
-        testing.check_attention(paged.attention, case, impl="triton")
+    for case in testing.cases(device):
+        testing.check_attention(paged.attention, case, device=device, impl="triton")
     for case in testing.CACHES:
         testing.run_cache_case(NaiveCache, case)
 
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import textwrap
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,12 +63,17 @@ def assert_close(
     Shapes and units: all tensors have one shape; ``dtype`` defaults to the result's. Infinities must agree exactly and
     NaN is never right.
 
-    Raises: AssertionError naming the place of the largest error; ValueError where the oracle is not float64.
+    Raises: AssertionError naming the place of the largest error; ValueError where the oracle is not float64 or holds
+    NaN, or the plain run has another shape.
 
     Source: chapter 03.
     """
     if oracle.dtype != torch.float64:
         raise ValueError(f"oracle is {oracle.dtype}; it must be float64")
+    if bool(oracle.isnan().any()):
+        raise ValueError(f"oracle is NaN in {int(oracle.isnan().sum())} places; it says what is right nowhere there")
+    if plain is not None and plain.shape != oracle.shape:
+        raise ValueError(f"plain has shape {list(plain.shape)}; it must be the oracle's, {list(oracle.shape)}")
     assert out.shape == oracle.shape, f"{what} has shape {list(out.shape)}; it must be {list(oracle.shape)}"
     if out.numel() == 0:
         return 0.0
@@ -107,8 +113,10 @@ class AttentionCase:
     Shapes and units: for each of B sequences ``q_lens`` new tokens out of ``kv_lens`` in the cache; sizes as in the
     notation. ``content`` is "random", or the one value that all scaled scores have ("200", "-60000"). ``padding`` is
     what stands in the block table past a sequence's last block: -1, or "garbage". ``strided`` stores each head's D
-    numbers beside as many poisoned ones. ``tree`` draws a random tree for each sequence's new tokens. ``options`` are
-    further keyword arguments of the call.
+    numbers of the caches beside as many poisoned ones, and q's heads beside as many poisoned heads, as in the output
+    of one projection. ``far`` lays the pages so far apart in memory that the offset of a page in use, counted in
+    elements, passes 2**31; 2**32 elements are allocated (17 GB in float32), and nearly none is touched. ``tree`` draws
+    a random tree for each sequence's new tokens. ``options`` are further keyword arguments of the call.
 
     Source: chapter 02.
     """
@@ -124,9 +132,15 @@ class AttentionCase:
     content: str = "random"
     padding: str = "-1"
     strided: bool = False
+    far: bool = False
     sinks: bool = False
     tree: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the case is too large for the memory of a small machine. Source: chapter 02."""
+        return self.far
 
     def build(
         self, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fill: float = float("nan"),
@@ -145,11 +159,19 @@ class AttentionCase:
         pages = torch.randperm(num_blocks, generator=rng).tolist()
         wide = 2 if self.strided else 1
 
-        def pool(size: int) -> Tensor:
-            shape = (num_blocks, self.block_size, self.num_kv_heads, size * wide)
-            return torch.full(shape, fill, dtype=dtype)[..., :size]
+        def full(*shape: int) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
 
-        k_cache, v_cache = pool(self.head_dim), pool(v_dim)
+        if self.far:
+            pages.remove(num_blocks - 1)
+            pages.append(num_blocks - 1)  # the page farthest off is the first to be used
+            k_cache, v_cache = _far_pools(self, num_blocks, dtype, device)
+            k_cache.fill_(fill)
+            v_cache.fill_(fill)
+        else:
+            shape = (num_blocks, self.block_size, self.num_kv_heads)
+            k_cache = full(*shape, self.head_dim * wide)[..., : self.head_dim]
+            v_cache = full(*shape, v_dim * wide)[..., :v_dim]
         past_end = {"-1": -1, "garbage": 2**31 - 1}[self.padding]
         table = torch.full((len(counts), max([*counts, 0]) + 2), past_end, dtype=torch.int32)
         q = torch.randn(num_q, self.num_heads, self.head_dim, generator=rng)
@@ -162,8 +184,10 @@ class AttentionCase:
             if self.content != "random":
                 keys = torch.ones_like(keys)
             at = torch.arange(length)
-            page, slot = table[b, at // self.block_size].long(), at % self.block_size
-            k_cache[page, slot], v_cache[page, slot] = keys.to(dtype), values.to(dtype)
+            page, slot = table[b, at // self.block_size].long().to(device), (at % self.block_size).to(device)
+            k_cache[page, slot], v_cache[page, slot] = keys.to(device, dtype), values.to(device, dtype)
+        new = full(num_q, self.num_heads * wide, self.head_dim)[:, : self.num_heads]
+        new.copy_(q)
         starts = [0, *itertools.accumulate(self.q_lens)]
         options = dict(self.options)
         if self.sinks:
@@ -175,11 +199,30 @@ class AttentionCase:
             return x.to(device) if isinstance(x, Tensor) else x
 
         return AttentionInputs(
-            q=place(q.to(dtype)), k_cache=place(k_cache), v_cache=place(v_cache), block_table=place(table),
+            q=new, k_cache=k_cache, v_cache=v_cache, block_table=place(table),
             cu_seqlens_q=place(torch.tensor(starts, dtype=torch.int32)),
             seqused_k=place(torch.tensor(self.kv_lens, dtype=torch.int32)),
             kwargs={name: place(value) for name, value in options.items()},
         )  # fmt: skip
+
+
+def _far_pools(
+    case: AttentionCase, num_blocks: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """k_cache and v_cache as views into one buffer that is never filled.
+
+    The last page begins 2**31 elements or more behind the first. The first stands as far into the buffer, so that an
+    offset that wrapped at 32 bits reads wrong numbers, not memory of another.
+    """
+    rows, k_dim, v_dim = case.block_size * case.num_kv_heads, case.head_dim, case.v_head_dim or case.head_dim
+    stride = -(-(2**31) // (num_blocks - 1) // 128) * 128
+    flat = torch.empty(2**31 + (num_blocks - 1) * stride + rows * (k_dim + v_dim), dtype=dtype, device=device)
+
+    def pool(size: int, start: int) -> Tensor:
+        shape = (num_blocks, case.block_size, case.num_kv_heads, size)
+        return flat.as_strided(shape, (stride, case.num_kv_heads * size, size, 1), 2**31 + start)
+
+    return pool(k_dim, 0), pool(v_dim, rows * k_dim)
 
 
 @dataclass
@@ -229,32 +272,41 @@ def check_attention(
     """Run one case through an attention function and hold it to the float64 oracle; gives its largest error.
 
     The output lands in memory that was NaN; it may not depend on what unused slots hold, not in one bit; inputs may
-    not change. ``lse`` asks for the log-sum-exp as well; ``extra`` is passed on (``impl="triton"``).
+    not change. ``lse`` asks for the log-sum-exp as well; ``extra`` is passed on (``impl="triton"``). A case that needs
+    a GPU is not run on a CPU: a warning says so, and the error is NaN; ``cases`` leaves such a case out.
 
     Shapes and units: ``fills`` are the values of unused slots, one run each.
 
-    Raises: AssertionError that names the case.
+    Raises: AssertionError that names the case; ValueError where ``fills`` is empty.
 
     Source: chapter 02.
     """
+    if not fills:
+        raise ValueError("fills is empty; it must hold the value of unused slots of one run or more")
+    if case.needs_gpu and torch.device(device).type != "cuda":
+        warnings.warn(f"{case.name}: not run, it needs a GPU; take the cases from testing.cases(device)", stacklevel=2)
+        return float("nan")
     outs = []
     worst = 0.0
     for fill in fills:
         inputs = case.build(dtype=dtype, device=device, fill=fill)
-        before = {name: getattr(inputs, name).clone() for name in ("q", "k_cache", "v_cache", "block_table")}
+        given = {name: x for name, x in {**vars(inputs), **inputs.kwargs}.items() if isinstance(x, Tensor)}
+        before = {name: x.clone() for name, x in given.items()}
         (want, want_lse), (plain, _) = inputs.oracle(), inputs.plain()
         out = torch.full(want.shape, float("nan"), dtype=dtype, device=device)
         result = inputs.call(attention, out=out, **({"return_lse": True} if lse else {}), **extra)
         got, got_lse = result if lse else (result, None)
         where = f"{case.name} (unused slots {fill:g})"
+        for name, old in before.items():
+            assert _same_bits(given[name], old), f"{where}: {name} was written to"
         worst = max(worst, assert_close(got, want, plain, dtype, f"{where}: out"))
         assert got.data_ptr() == out.data_ptr(), f"{where}: the result is not the tensor given as out"
         if got_lse is not None:
+            assert got_lse.dtype == torch.float32, f"{where}: lse is {got_lse.dtype}; it must be torch.float32"
             single = inputs.plain(torch.float32)[1]
             assert_close(got_lse, want_lse, single, torch.float32, f"{where}: lse")
-        for name, old in before.items():
-            assert _same_bits(getattr(inputs, name), old), f"{where}: {name} was written to"
         outs.append(got.clone())
+        del inputs, given  # before the next are built: far pages are large
     for fill, other in zip(fills[1:], outs[1:], strict=True):
         assert _same_bits(outs[0], other), (
             f"{case.name}: out changes when unused slots hold {fill:g} instead of {fills[0]:g}"
@@ -302,15 +354,36 @@ ATTENTION: tuple[AttentionCase, ...] = (
     AttentionCase("window of 4", (20, 1), (37, 50), options={"window_size": (3, -1)}),
     AttentionCase("window of 1", (3, 1), (17, 16), options={"window_size": (0, -1)}),
     AttentionCase("window to both sides", (20, 1), (37, 18), options={"causal": False, "window_size": (5, 2)}),
+    AttentionCase("window to the right alone", (6, 1), (21, 18), options={"causal": False, "window_size": (-1, 2)}),
+    AttentionCase("window to the left alone", (6, 1), (21, 18), options={"causal": False, "window_size": (5, 0)}),
     AttentionCase("softcap", (6, 1), (21, 18), options={"softcap": 1.0}),
     AttentionCase("sinks", (6, 1, 1), (21, 0, 18), sinks=True),
     AttentionCase(
         "window, softcap and sinks", (20, 1), (37, 18), sinks=True, options={"window_size": (7, -1), "softcap": 5.0}
     ),
+    AttentionCase("window and softcap", (20, 1), (37, 18), options={"window_size": (7, -1), "softcap": 5.0}),
+    AttentionCase(
+        "softcap and sinks, not causal", (6, 1), (21, 18), sinks=True, options={"causal": False, "softcap": 1.0}
+    ),
     AttentionCase("tree", (7, 1, 0), (30, 16, 3), tree=True),
     AttentionCase("tree with a window", (7, 3), (30, 3), tree=True, options={"window_size": (4, -1)}),
+    AttentionCase(
+        "tree with branches longer than its window", (40, 9), (51, 9), tree=True, options={"window_size": (1, 0)}
+    ),
+    AttentionCase("tree, softcap and sinks", (7, 3), (30, 3), tree=True, sinks=True, options={"softcap": 1.0}),
     AttentionCase("scale of its own", (3, 1), (21, 18), options={"softmax_scale": 0.5}),
+    AttentionCase("offsets past 2**31", (3, 1), (21, 50), far=True),
 )
+
+
+def cases(device: torch.device | str) -> tuple[AttentionCase, ...]:
+    """The cases of ``ATTENTION`` that a device can run: all of them on a GPU with 24 GB, the small ones elsewhere.
+
+    Source: chapter 02.
+    """
+    on = torch.device(device)
+    roomy = on.type == "cuda" and torch.cuda.get_device_properties(on).total_memory > 2**34 + 2**32
+    return tuple(case for case in ATTENTION if roomy or not case.needs_gpu)
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------
@@ -327,6 +400,8 @@ class CacheCase:
 
         ("append", {seq_id: num_tokens, ...})    one pass over these sequences, in this order; None is a spare row
         ("tree", seq_id, [mask, ...])            one pass whose new tokens form a tree
+        ("read", {seq_id: num_tokens, ...})      the same, and each layer attends a second time, without k and v
+        ("twice", seq_id)                        prepare a batch that holds the sequence twice
         ("fork", parent, child)   ("truncate", seq_id, length)   ("free", seq_id)   ("keep", seq_id, base, indices)
         ("preempt", seq_id)   ("resume", seq_id)    free it; later compute all of its tokens again in one pass
         ("refuse", step, Error)                  the step raises this and changes nothing
@@ -426,7 +501,8 @@ CACHES: tuple[CacheCase, ...] = (
         "a path kept behind a fork leaves its parent",
         (("append", {0: 6}), ("fork", 0, 1), ("append", {1: 3}), ("keep", 1, 5, [0, 3]), ("append", {0: 1, 1: 1})),
     ),
-    CacheCase("keep in another order", (("append", {0: 9}), ("keep", 0, 2, [6, 0, 3]), ("append", {0: 1}))),
+    CacheCase("keep in another order", (("append", {0: 9}), ("keep", 0, 2, [6, 0, 3]), ("append", {0: 1}),
+                                       ("truncate", 0, 4), ("append", {0: 1}))),
     CacheCase("keep nothing", (("append", {0: 9}), ("keep", 0, 5, []), ("append", {0: 1}))),
     CacheCase(
         "refusals change nothing",
@@ -435,13 +511,37 @@ CACHES: tuple[CacheCase, ...] = (
             ("refuse", ("truncate", 0, 7), ValueError), ("refuse", ("fork", 0, 1), ValueError),
             ("refuse", ("fork", 9, 2), ValueError), ("refuse", ("keep", 0, 4, [2]), ValueError),
             ("refuse", ("keep", 0, 4, [0, 0]), ValueError), ("refuse", ("append", {0: 1, 1: 1}, {1: 5}), ValueError),
-            ("refuse", ("append", {2: 1}, {2: 3}), ValueError), ("append", {0: 1, 1: 1}), ("truncate", 0, 0),
+            ("refuse", ("append", {2: 1}, {2: 3}), ValueError), ("refuse", ("twice", 0), ValueError),
+            ("append", {0: 1, 1: 1}), ("truncate", 0, 0),
         ),
     ),
+    CacheCase(
+        "numbers that are no integers",
+        (
+            ("append", {0: 6}), ("refuse", ("truncate", 0, 2.5), ValueError),
+            ("refuse", ("truncate", 0, float("nan")), ValueError), ("refuse", ("truncate", 0, True), ValueError),
+            ("refuse", ("keep", 0, 2.0, [0]), ValueError), ("refuse", ("keep", 0, 2, [0.0]), ValueError),
+            ("refuse", ("keep", 0, 2, torch.tensor([1, 1])), ValueError), ("refuse", ("fork", 0, None), ValueError),
+            ("refuse", ("fork", 0, 1.5), ValueError), ("truncate", 0, torch.tensor(5)), ("append", {0: 1}),
+            ("keep", 0, torch.tensor(2), torch.tensor([3, 1])), ("append", {0: 1}),
+        ),
+    ),
+    CacheCase("read without storing", (("append", {0: 6, 1: 3}), ("read", {1: 2, 0: 1}), ("read", {0: 4}))),
     CacheCase(
         "full",
         (("append", {0: 8, 1: 8}), ("refuse", ("append", {2: 1}), CacheFull), ("truncate", 1, 7), ("append", {1: 1}),
          ("free", 0), ("append", {2: 8})),
+        max_num_seqs=2, max_seq_len=8,
+    ),
+    CacheCase(
+        "room for one of two",
+        (("append", {0: 8}), ("refuse", ("append", {1: 8, 2: 8}), CacheFull), ("append", {3: 8})),
+        max_num_seqs=2, max_seq_len=8,
+    ),
+    CacheCase(
+        "freed twice",
+        (("append", {0: 8}), ("free", 0), ("free", 0), ("append", {1: 8, 2: 8}), ("free", 1), ("append", {3: 4}),
+         ("truncate", 2, 7)),
         max_num_seqs=2, max_seq_len=8,
     ),
 )  # fmt: skip
@@ -519,8 +619,13 @@ def _carry_out(
     device: torch.device | str, where: str,
 ) -> None:  # fmt: skip
     kind, *args = step
-    if kind == "append":
-        _forward(cache, dense, args[0], None, args[1] if len(args) > 1 else {}, config, rng, dtype, device, where)
+    if kind in ("append", "read"):
+        pretended = args[1] if len(args) > 1 else {}
+        _forward(cache, dense, args[0], None, pretended, config, rng, dtype, device, where, again=kind == "read")
+    elif kind == "twice":
+        batch = Batch.build([args[0], args[0] + 1], [[1], [1]], [cache.length(args[0])] * 2, device=device)
+        batch.seq_ids = [args[0], args[0]]
+        cache.prepare(batch)
     elif kind == "tree":
         _forward(cache, dense, {args[0]: len(args[1])}, args[1], {}, config, rng, dtype, device, where)
     elif kind == "resume":
@@ -538,7 +643,7 @@ def _carry_out(
         dense.kept[seq_id][base:] = [tail[i] for i in indices]
     elif kind == "free":
         cache.free(args[0])
-        del dense.kept[args[0]]
+        dense.kept.pop(args[0], None)
     elif kind == "preempt":
         cache.free(args[0])
         dense.preempted[args[0]] = dense.kept.pop(args[0])
@@ -550,6 +655,7 @@ def _forward(
     cache: KVCache, dense: _Dense, new: Mapping[int | None, int], tree: Sequence[int] | None,
     pretended: Mapping[int, int],
     config: ModelConfig, rng: torch.Generator, dtype: torch.dtype, device: torch.device | str, where: str,
+    again: bool = False,
 ) -> None:  # fmt: skip
     """One pass: prepare, then attend in each layer, held against the dense sequences. ``pretended``: false lengths."""
     if not new:
@@ -563,12 +669,12 @@ def _forward(
     for seq_id, count in new.items():
         if seq_id is None:
             continue
-        again = dense.preempted.pop(seq_id, [])
+        resumed = dense.preempted.pop(seq_id, [])
         kept = dense.kept.setdefault(seq_id, [])
         for i in range(count):
             shape = (config.num_layers, config.num_kv_heads, config.head_dim)
             fresh = (torch.randn(shape, generator=rng), torch.randn(shape, generator=rng))
-            kept.append(again[i] if again else (fresh[0].to(dtype), fresh[1].to(dtype)))
+            kept.append(resumed[i] if resumed else (fresh[0].to(dtype), fresh[1].to(dtype)))
     for layer in range(config.num_layers):
         q = torch.randn(sum(new.values()), config.num_heads, config.head_dim, generator=rng).to(dtype)
         empty = torch.empty(0, config.num_kv_heads, config.head_dim, dtype=dtype)
@@ -578,6 +684,8 @@ def _forward(
         v = torch.stack([p[1][layer] for part in parts for p in part]) if len(q) else empty
         with torch.inference_mode():
             out = cache.attend(layer, q.to(device), k.to(device), v.to(device)).cpu()
+            if again:
+                out = cache.attend(layer, q.to(device), None, None).cpu()
         assert out.shape == q.shape, f"{where}: attend gave {list(out.shape)}; it must give {list(q.shape)}"
         start = 0
         for seq_id, count in new.items():

@@ -21,6 +21,8 @@ from kvlab.bench._session import commit
 
 PROMISED = "run bench impl version shape dtype value unit ms spread error device driver torch triton date commit"
 
+WORDS = "run bench impl dtype unit device torch date commit".split()  # noqa: SIM905
+
 
 @pytest.fixture
 def session() -> Session:
@@ -42,16 +44,48 @@ def test_a_record_has_the_promised_fields(session):
     assert record.driver is None
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, None, "3", True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "3", True, 10**400])
 def test_a_record_needs_a_finite_number(session, value):
     with pytest.raises(ValueError, match="value"):
         example(session, value=value)
 
 
-@pytest.mark.parametrize("field", ["run", "bench", "impl", "dtype", "unit", "device", "commit"])
-def test_a_record_needs_its_words(session, field):
+@pytest.mark.parametrize("field", [*WORDS, "version", "driver", "triton"])
+@pytest.mark.parametrize("bad", ["", 5, None])
+def test_a_record_needs_its_words(session, field, bad):
+    if bad is None and field not in WORDS:
+        assert getattr(example(session, **{field: None}), field) is None
+        return
     with pytest.raises(ValueError, match=field):
-        example(session, **{field: ""})
+        example(session, **{field: bad})
+
+
+@pytest.mark.parametrize("field", ["ms", "spread", "error"])
+@pytest.mark.parametrize("bad", ["x", math.nan, math.inf, -1, True, 10**400])
+def test_a_record_refuses_what_is_no_time(session, field, bad):
+    with pytest.raises(ValueError, match=field):
+        example(session, **{field: bad})
+
+
+@pytest.mark.parametrize("shape", [None, [1], {1: 2}, {"B": None}, {"B": math.nan}, {"B": True}, {"B": [1]}])
+def test_a_record_refuses_what_is_no_shape(session, shape):
+    with pytest.raises(ValueError, match="shape"):
+        example(session, shape=shape)
+
+
+@pytest.mark.parametrize("changes", [{"ms": math.nan}, {"ms": "fast"}, {"value": 10**400}, {"shape": None}])
+def test_load_names_the_file_and_the_entry(session, tmp_path, changes):
+    path = tmp_path / "records.json"
+    path.write_text(json.dumps([asdict(example(session)), {**asdict(example(session)), **changes}]))
+    with pytest.raises(ValueError, match=rf"records\.json: entry 1: {next(iter(changes))}"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_load_names_a_file_that_is_no_json(tmp_path, text):
+    (tmp_path / "records.json").write_text(text)
+    with pytest.raises(ValueError, match=r"records\.json is not valid JSON"):
+        load(tmp_path / "records.json")
 
 
 def test_records_survive_a_file(session, tmp_path):
@@ -114,8 +148,16 @@ def test_measure_and_rotations_refuse_bad_arguments():
         measure(print, device="cpu", min_count=0)
     with pytest.raises(ValueError, match="flush"):
         measure(print, device="cpu", graph=2, flush=True)
-    with pytest.raises(ValueError, match="nbytes"):
-        rotations(0, "cpu")
+    for bad in (math.nan, math.inf, -1, "1", True):
+        with pytest.raises(ValueError, match="seconds"):
+            measure(print, device="cpu", seconds=bad)
+    for name in ("min_count", "max_count", "graph"):
+        for bad in (math.nan, 7.5, -1, True):
+            with pytest.raises(ValueError, match=name):
+                measure(print, device="cpu", **{name: bad})
+    for bad in (0, -1, math.nan, math.inf, 2.5, True):
+        with pytest.raises(ValueError, match="nbytes"):
+            rotations(bad, "cpu")
     assert rotations(1 << 40, "cpu") == 2
     for nbytes in (1000, 1 << 20, 50_000_000):
         assert rotations(nbytes, "cpu") * nbytes >= 5 * bench.l2_bytes("cpu")

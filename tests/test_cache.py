@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,29 @@ def test_refuses_to_attend_before_a_batch_or_without_keys():
         cache.attend(0, q, None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", lambda q, k, v: (q[:3], k, v)),
+        ("q", lambda q, k, v: (torch.cat([q, q[:2]]), torch.cat([k, k[:2]]), torch.cat([v, v[:2]]))),
+        ("q", lambda q, k, v: (q[:, :2], k, v)),
+        ("k", lambda q, k, v: (q, k[:1], v)),
+        ("k", lambda q, k, v: (q, k[..., :4], v)),
+        ("v", lambda q, k, v: (q, k, v[:, :1])),
+    ],
+)
+@pytest.mark.parametrize("lengths", [[2, 2], [1, 3]])
+def test_refuses_tensors_that_are_not_the_batch_s(lengths, name, change):
+    with pytest.raises(ValueError, match=f"^{name} has shape"):
+        attend(lengths, tensors=change(*qkv(4)))
+
+
+@pytest.mark.parametrize("layer", [-1, 2, 0.0, True])
+def test_refuses_a_layer_that_the_model_does_not_have(layer):
+    with pytest.raises(ValueError, match="layer is"):
+        attend([2], layer=layer)
+
+
 @pytest.mark.parametrize("length", [-1, -5, 1])
 def test_truncate_refuses(length):
     with pytest.raises(ValueError, match=f"length is {length}"):
@@ -122,6 +146,27 @@ def test_check_keep():
             check_keep(base, indices, 5)
     with pytest.raises(ValueError, match="indices"):
         check_keep(2, [-1], 5)
+
+
+@pytest.mark.parametrize("wrong", [2.5, 2.0, float("nan"), True, None, "2"])
+def test_lengths_and_offsets_are_integers(wrong):
+    with pytest.raises(ValueError, match="truncate: length is"):
+        check_truncate(wrong, 5)
+    with pytest.raises(ValueError, match="truncate: length is"):
+        NoCache(CONFIG).truncate(0, wrong)
+    with pytest.raises(ValueError, match="keep: base is"):
+        check_keep(wrong, [], 5)
+    with pytest.raises(ValueError, match=r"keep: indices\[1\] is"):
+        check_keep(0, [0, wrong], 5)
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_lengths_and_offsets_become_python_ints(kind):
+    length, (base, indices) = check_truncate(kind(3), 5), check_keep(kind(2), [kind(1), kind(0)], 5)
+    assert (length, base, indices) == (3, 2, [1, 0])
+    assert {type(x) for x in (length, base, *indices)} == {int}
+    with pytest.raises(ValueError, match="distinct"):
+        check_keep(0, torch.tensor([1, 1]), 5)
 
 
 def test_cache_full_says_how_much_is_short():

@@ -278,6 +278,51 @@ def test_saved_folder_is_read_by_us_and_by_transformers(architecture, changes, t
     assert (theirs(model, text[0]) - right).abs().max() < 1e-4
 
 
+def test_tied_weights_that_differ_are_not_dropped(tmp_path):
+    decoder = Decoder(replace(SMALL, tie_embeddings=True))
+    decoder.lm_head.weight = torch.nn.Parameter(decoder.embed_tokens.weight.detach().clone())
+    checkpoint.save(decoder, tmp_path / "equal")
+    with torch.no_grad():
+        decoder.lm_head.weight[3, 1] += 1
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        checkpoint.save(decoder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["norm", "layers.0.self_attn.q_proj", "lm_head"])
+def test_save_refuses_tensors_that_the_configuration_does_not_have(name, tmp_path):
+    decoder = Decoder(SMALL)
+    part = decoder.get_submodule(name)
+    part.bias = torch.nn.Parameter(torch.ones(32))
+    with pytest.raises(ValueError, match=rf"{name}\.bias"):
+        checkpoint.save(decoder, tmp_path / "new")
+    part.bias, part.weight = None, torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=rf"{name}\.weight"):
+        checkpoint.save(decoder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("fails", ["json.dumps", "pathlib.Path.write_text", "safetensors.torch.save_file"])
+def test_a_save_that_fails_leaves_the_folder_as_it_was(folder, monkeypatch, fails):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def full(*args, **_):
+        if fails.startswith("safetensors"):
+            args[1].write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(fails, full)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.save(Decoder(SMALL, dtype=torch.float16), folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, "float32", 32])
+def test_a_dtype_that_no_decoder_computes_in_is_refused(folder, dtype):
+    with pytest.raises(ValueError, match=r"dtype is .*float32"):
+        load(folder, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "named"),
     [
@@ -288,6 +333,7 @@ def test_saved_folder_is_read_by_us_and_by_transformers(architecture, changes, t
         ("Qwen3ForCausalLM", {"qk_norm": True, "mlp_bias": True}, "mlp_bias"),
         ("MistralForCausalLM", {"sliding_window": 8, "sliding_layers": (0,)}, "sliding_layers"),
         ("GPT2LMHeadModel", {}, "GPT2LMHeadModel"),
+        (["LlamaForCausalLM"], {}, "architecture is"),
     ],
 )
 def test_save_refuses_what_an_architecture_cannot_say(architecture, changes, named, tmp_path):
@@ -379,6 +425,20 @@ def test_context_reaches_what_the_factor_does():
         ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "GemmaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": [], "model_type": "llama"}, "architectures"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
+        ({"architectures": [{}]}, "architectures"),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 2.0}}, "yarn"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        *(({"rope_scaling": {"rope_type": kind, "factor": 1e308}}, "factor") for kind in ("linear", "dynamic", "yarn")),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1}, "theta"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "head_dim": 2}, "head_dim"),
+        *(({"vocab_size": size}, "vocab_size") for size in (2**43, 2**62, 2**70, 10**400)),
+        *(({"max_position_embeddings": size}, "max_position_embeddings") for size in (2**70, 10**400)),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"num_hidden_layers": 2**60}, "parameters"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"model_type": "mistral"}, "model_type"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -551,11 +611,17 @@ def test_no_config(folder):
         load(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[1, 2]", "\ud800"])
+@pytest.mark.parametrize("text", ["{", "[1, 2]", "\ud800", "[" * 100_000, '{"a": ' + "[" * 900 + "]" * 900 + "}"])
 def test_config_that_is_no_object(folder, text):
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=r"config\.json"):
         load(folder)
+
+
+def test_an_index_of_endless_brackets(sharded):
+    (sharded[0] / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"index\.json is not valid JSON"):
+        load(sharded[0])
 
 
 def test_no_weights(folder):

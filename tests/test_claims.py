@@ -48,6 +48,8 @@ def test_there_are_68_claims_and_each_has_a_chapter():
         (("A3", "holds", "1", "guessed"), {}, "how"),
         (("A3", "holds", "1", "measured on"), {}, "how"),
         (("A3", "holds", "1", "measured"), {}, "how"),
+        *((("A3", "holds", "1", how), {}, "how") for how in ("computedly", "simulatedfoo", "measured ona card", 5)),
+        ((["A3"], "holds", "1", "computed"), {}, "id is ['A3']"),
         (("A3", "holds if", "1", "computed"), {}, "condition"),
         (("A3", "holds if", "1", "computed"), {"condition": " "}, "condition"),
         (("A3", "holds", "1", "computed"), {"condition": "always"}, "condition"),
@@ -124,6 +126,33 @@ def test_conflicts_and_strangers_are_errors(tmp_path):
     forged = notebook(tmp_path / "00_d.ipynb", claims.Verdict("A3", "certainly", "1", "computed"))
     with pytest.raises(ValueError, match="a verdict that is none"):
         claims.ledger([forged])
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        None, 5, {}, "", [1], [None], [[]], [{"outputs": None}], [{"outputs": {}}], [{"outputs": [1]}],
+        [{"outputs": [{"metadata": None}]}], [{"outputs": [{"metadata": []}]}],
+        [{"outputs": [{"metadata": {claims.MIME: 5}}]}], [{"outputs": [{"metadata": {claims.MIME: {"id": ["A3"]}}}]}],
+        [{"outputs": [{"metadata": {claims.MIME: {**vars(A3), "condition": []}}}]}],
+    ],
+)  # fmt: skip
+def test_a_notebook_of_another_form_is_named(tmp_path, cells):
+    (tmp_path / "00_x.ipynb").write_text(json.dumps({"cells": cells}))
+    with pytest.raises(ValueError, match=r"00_x\.ipynb"):
+        claims.read(tmp_path / "00_x.ipynb")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"cells": [' + "[" * 100_000, "[]", "\xff"])
+def test_a_file_that_is_no_notebook_is_named(tmp_path, text):
+    (tmp_path / "00_x.ipynb").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"00_x\.ipynb"):
+        claims.read(tmp_path / "00_x.ipynb")
+
+
+@pytest.mark.parametrize("how", ["computed", "computed, by hand", "measured on an H200", "simulated (a queue)"])
+def test_how_begins_with_a_whole_word(how):
+    assert claims.make("A3", "holds", "1", how).how == how
 
 
 def test_the_command_writes_the_ledger_and_names_what_is_owed(tmp_path, capsys):

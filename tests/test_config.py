@@ -7,8 +7,10 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from kvlab import config
-from kvlab.config import ModelConfig, RopeConfig
+from kvlab.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
+NAN, INF = float("nan"), float("inf")
+ROPE_NUMBERS = ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 SMALL = ModelConfig("small", 2, 32, 4, 2, 8, 48, 64, 64)
 
 # name: layers, hidden, heads, KV heads, head size, intermediate, vocabulary, context, theta, tied
@@ -97,8 +99,68 @@ def test_window_counts_the_query_itself():
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"), [({"kind": "longrope"}, "longrope"), ({"theta": 0}, "theta"), ({"factor": 0.5}, "factor")]
-)
+    ("fields", "named"),
+    [
+        ({"kind": "longrope"}, "longrope"),
+        *(
+            ({name: bad}, name)
+            for name in (*ROPE_NUMBERS, "attention_factor")
+            for bad in (0, -1.0, NAN, INF, 10**400, "2", True)
+        ),
+        *(({name: bad}, name) for name in ("mscale", "mscale_all_dim") for bad in (-1.0, NAN, "2")),
+        *(({"original_max_seq_len": bad}, "original_max_seq_len") for bad in (0, 2.5, NAN, True)),
+        ({"factor": 0.5}, "factor"),
+        ({"truncate": 1}, "truncate"),
+        ({"kind": "yarn", "theta": 1.0}, "theta"),
+        ({"kind": "llama3", "low_freq_factor": 4.0}, "low_freq_factor"),
+    ],
+)  # fmt: skip
 def test_rope_refuses(fields, named):
     with pytest.raises(ValueError, match=named):
         RopeConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        *(({"norm_eps": bad}, "norm_eps") for bad in (0, -1e-5, NAN, INF, "1e-5", None, True)),
+        *(({"sliding_window": bad}, "sliding_window") for bad in (NAN, 2.5, True, -1, "8")),
+        *(({"sliding_layers": bad}, "sliding_layers") for bad in (5, (99,), (-1,), (True,), (0.0,), [0], "0")),
+        *(({"rope": bad}, "rope") for bad in (None, 1e4, {})),
+        *(({name: bad}, name) for name in ("mla", "moe") for bad in (5, False, {}, RopeConfig())),
+        *(
+            ({name: bad}, name)
+            for name in "tie_embeddings attention_bias attention_out_bias mlp_bias qk_norm".split()  # noqa: SIM905
+            for bad in (None, 2, "no")
+        ),
+        ({"rope": RopeConfig(kind="dynamic"), "head_dim": 2}, "head_dim"),
+        ({"moe": MoEConfig(2, 1, 0, 16, 3)}, "num_dense_layers"),
+    ],
+)  # fmt: skip
+def test_a_configuration_refuses(fields, named):
+    with pytest.raises(ValueError, match=named):
+        replace(SMALL, **fields)
+
+
+MLA, MOE = MLAConfig(12, 20, 10, 4, 8), MoEConfig(4, 2, 0, 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "bad"),
+    [
+        *((MLA, name, bad) for name in vars(MLA) for bad in (0, -4, 2.0, True, None)),
+        *((MOE, name, bad) for name in vars(MOE) for bad in (-1, 2.0, True, None)),
+        *((MOE, name, 0) for name in ("num_experts", "num_experts_per_token", "intermediate_size")),
+        (MOE, "num_experts_per_token", 5),
+    ],
+)
+def test_latent_attention_and_experts_refuse(part, name, bad):
+    with pytest.raises(ValueError, match=name):
+        replace(part, **{name: bad})
+
+
+def test_what_a_configuration_may_leave_out():
+    assert RopeConfig(kind="yarn", mscale=0.0).mscale == 0
+    assert replace(SMALL, mla=MLA, moe=MOE, sliding_layers=()).moe is MOE
+    with pytest.raises(ValueError, match="known"):
+        config.get(["llama-3-8b"])

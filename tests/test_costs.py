@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -18,6 +19,7 @@ from kvlab.cache import NoCache
 from kvlab.config import MLAConfig, ModelConfig, MoEConfig
 from kvlab.model import Decoder
 
+NAN = float("nan")
 PLAIN = [name for name, shape in config.MODELS.items() if shape.mla is None]
 
 # Odd sizes that no other size equals, so that a dimension taken for another shows.
@@ -269,7 +271,22 @@ def test_a_batch_is_the_sum_of_its_sequences_but_reads_the_weights_once(
     alone = [costs.forward(shape, [q], [q + past]) for q, past in pairs]
     for part in ("flops_linear", "flops_attention", "bytes_kv_read", "bytes_kv_write", "bytes_activations"):
         assert getattr(whole, part) == sum(getattr(work, part) for work in alone)
-    assert whole.bytes_weights == alone[0].bytes_weights
+    assert whole.bytes_weights == max(work.bytes_weights for work in alone)
+
+
+@pytest.mark.parametrize("shape", [SMALL, MLA], ids=lambda shape: shape.name)
+def test_an_idle_sequence_costs_nothing(shape: ModelConfig) -> None:
+    nothing = costs.Work(0, 0, 0, 0, 0, 0)
+    assert costs.forward(shape, [0], [5000]) == costs.forward(shape, [], []) == costs.decode(shape, 100, 0) == nothing
+    assert nothing.intensity == 0
+    assert costs.forward(shape, [0, 2], [5000, 7]) == costs.forward(shape, [2], [7])
+
+
+def test_numpys_integers_do_not_wrap() -> None:
+    many = np.int32(2**30)
+    assert costs.kv_bytes(SMALL, many, np.int8(100)) == costs.kv_bytes(SMALL, 2**30, 100)
+    assert costs.visible_pairs(many, many) == 2**29 * (2**30 + 1)
+    assert costs.decode(SMALL, many, np.int8(2)) == costs.decode(SMALL, 2**30, 2)
 
 
 @settings(deadline=None)
@@ -436,7 +453,7 @@ def test_known_answers_of_capacity() -> None:
         (lambda: costs.capacity(SMALL, 1e9, 1, weight_dtype="fp7"), "dtype is 'fp7'"),
         (lambda: costs.capacity(SMALL, 1e9, 1, kv_dtype="fp7"), "dtype is 'fp7'"),
         (lambda: costs.kv_bytes(SMALL, -1), "seq_len is -1"),
-        (lambda: costs.kv_bytes(SMALL, 1, -2), "batch -2"),
+        (lambda: costs.kv_bytes(SMALL, 1, -2), "batch is -2"),
         (lambda: costs.visible_pairs(3, 2), "q_len is 3 and kv_len 2"),
         (lambda: costs.visible_pairs(-1, 2), "q_len is -1"),
         (lambda: costs.forward(SMALL, [1, 2], [3]), "q_lens has 2 entries and kv_lens 1"),
@@ -444,13 +461,30 @@ def test_known_answers_of_capacity() -> None:
         (lambda: costs.prefill(SMALL, -1), "q_len is -1"),
         (lambda: costs.decode(SMALL, 0), "q_len is 1 and kv_len 0"),
         (lambda: costs.capacity(SMALL, 0, 1), "memory is 0"),
-        (lambda: costs.capacity(SMALL, 1e9, 0), "seq_len 0"),
-        (lambda: costs.capacity(SMALL, 1e9, 1, num_gpus=0), "num_gpus 0"),
+        (lambda: costs.capacity(SMALL, 1e9, 0), "seq_len is 0"),
+        (lambda: costs.capacity(SMALL, 1e9, 1, num_gpus=0), "num_gpus is 0"),
         (lambda: costs.capacity(SMALL, 1e9, 1, utilization=0.0), "utilization is 0.0"),
         (lambda: costs.capacity(SMALL, 1e9, 1, utilization=1.1), "utilization is 1.1"),
-        (lambda: costs.Hardware("none", 0, 1, 1), "none: memory, bandwidth and flops must be positive"),
-        (lambda: costs.Hardware("none", 1, -1, 1), "must be positive"),
-        (lambda: costs.Hardware("none", 1, 1, float("nan")), "must be positive"),
+        (lambda: costs.Hardware("none", 0, 1, 1), "none: memory is 0; it must be a positive number"),
+        (lambda: costs.Hardware("none", 1, -1, 1), "bandwidth is -1"),
+        (lambda: costs.Hardware("none", 1, 1, NAN), "flops is nan"),
+        (lambda: costs.Hardware("none", 1, float("inf"), 1), "bandwidth is inf"),
+        (lambda: costs.Hardware("none", 1, 1, 1, "", -1.0), "joules_per_byte is -1.0"),
+        (lambda: costs.Hardware("none", 1, 1, 1, "", 1.0, NAN), "joules_per_flop is nan"),
+        (lambda: costs.kv_bytes_per_token(SMALL, ["bf16"]), "dtype is "),  # type: ignore[arg-type]
+        (lambda: costs.forward(SMALL, [1.0], [1]), "q_len is 1.0"),
+        (lambda: costs.forward(SMALL, [1], [True]), "kv_len is True"),
+        (lambda: costs.forward(SMALL, [0], [-1]), "kv_len is -1"),
+        *((lambda bad=bad: costs.prefill(SMALL, 100, bad), "batch is") for bad in (-1, NAN, 1.5, True, None)),
+        *((lambda bad=bad: costs.decode(SMALL, 100, bad), "batch is") for bad in (-1, NAN, 1.5, True, None)),
+        *((lambda bad=bad: costs.kv_bytes(SMALL, bad), "seq_len is") for bad in (NAN, 1.5, True, "3")),
+        *((lambda bad=bad: costs.kv_bytes(SMALL, 1, bad), "batch is") for bad in (NAN, 1.5, True, "3")),
+        *((lambda bad=bad: costs.visible_pairs(bad, 2), "q_len is") for bad in (NAN, 1.5, True)),
+        *((lambda bad=bad: costs.visible_pairs(1, bad), "kv_len is") for bad in (NAN, 1.5, True)),
+        *((lambda bad=bad: costs.capacity(SMALL, bad, 1), "memory is") for bad in (NAN, float("inf"), 10**400, "8")),
+        *((lambda bad=bad: costs.capacity(SMALL, 1e9, bad), "seq_len is") for bad in (NAN, 1.5, True)),
+        *((lambda bad=bad: costs.capacity(SMALL, 1e9, 1, num_gpus=bad), "num_gpus is") for bad in (NAN, 1.5, True)),
+        (lambda: costs.capacity(SMALL, 1e9, 1, utilization=NAN), "utilization is nan"),
     ],
 )
 def test_bad_input_is_a_sentence(call: Any, words: str) -> None:

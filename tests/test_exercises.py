@@ -6,11 +6,12 @@ import functools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from kvlab import exercises
-from kvlab.exercises import ExerciseError, checker, close, near, number, same_function, whole
+from kvlab.exercises import ExerciseError, checker, close, integer, near, number, same_function, whole
 
 
 @pytest.fixture
@@ -83,6 +84,7 @@ def test_numbers_may_be_tensors_or_arrays_of_one_element(demo):
         ([[0, 1, 2], [3, 4, 5]], "type list"),
         (torch.ones(2, 3, dtype=torch.bool), "booleans"),
         (torch.full((2, 3), float("inf")), "inf"),
+        (torch.arange(6.0).reshape(2, 3) + 5j, "complex64"),
     ],
 )
 def test_a_wrong_tensor_is_told_what_is_wrong(demo, answer, says):
@@ -126,6 +128,9 @@ def test_a_function_cannot_spoil_the_hidden_inputs():
         ("b", "a"),
         (0, None),
         ([1], 1),
+        (np.False_, True),
+        (np.int64(1), True),
+        (1, np.True_),
     ],
 )
 def test_results_of_another_kind_are_refused(result, expected):
@@ -134,16 +139,77 @@ def test_results_of_another_kind_are_refused(result, expected):
 
 
 def test_whole_number_and_number():
-    whole(3.0, 3)
-    for wrong in (3.5, 4, True, math.nan):
+    for right in (3, np.int64(3), np.uint8(3), np.array([3]), torch.tensor(3)):
+        whole(right, 3)
+        assert type(integer(right)) is int
+    for wrong in (3.0, 3.5, 4, True, math.nan, np.float64(3), torch.tensor(3.0), np.True_, None):
         with pytest.raises(ExerciseError):
             whole(wrong, 3)
     assert number(torch.tensor(3)) == 3
     near(1e-12, 0.0)
     with pytest.raises(ExerciseError, match="must be 0"):
         near(1e-3, 0.0)
+
+
+@pytest.mark.parametrize("rel", [-1, math.nan, math.inf])
+def test_a_tolerance_that_lets_all_through_is_refused(rel):
     with pytest.raises(ValueError, match="rel"):
-        near(1, 1, -1)
+        near(1, 2, rel)
+    with pytest.raises(ValueError, match="rel"):
+        close(torch.ones(1), torch.zeros(1), rel=rel)
+    with pytest.raises(ValueError, match="rel"):
+        same_function(lambda: 1, lambda: 2, [()], rel=rel)
+
+
+@pytest.mark.parametrize("expected", [math.nan, math.inf, -math.inf])
+def test_an_expected_number_that_meets_anything_is_refused(expected):
+    with pytest.raises(ValueError, match="expected"):
+        near(5, expected)
+
+
+@pytest.mark.parametrize("expected", [torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2j])])
+def test_an_expected_tensor_of_nan_or_complex_numbers_is_refused(expected):
+    with pytest.raises(ValueError, match="expected holds"):
+        close(torch.tensor([1.0, 2.0]), expected)
+
+
+def test_a_function_tried_on_nothing_is_refused():
+    with pytest.raises(ValueError, match="inputs"):
+        same_function(lambda x: 1, lambda x: 2, iter([]))
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (np.True_, True), (np.False_, False), (True, np.True_), (torch.tensor(True), True), (np.str_("a"), "a"),
+        (np.int64(3), 3), (3, np.int64(3)), (np.float32(0.5), 0.5), (0.5, np.float32(0.5)), ([np.True_, 1], [True, 1]),
+    ],
+)  # fmt: skip
+def test_numpys_scalars_are_as_good_as_pythons(result, expected):
+    same_function(lambda: result, lambda: expected, [()])
+
+
+class Stub:
+    """A callable object with a name of its own and a grid, as a kernel has."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def __call__(self, *args):
+        return self.result(*args)
+
+    def __getitem__(self, grid):
+        return self.result
+
+
+def test_a_callable_object_is_a_function_too(demo):
+    assert exercises.outcome("98.2", Stub(lambda tokens, page: ...)) == "not yet"
+    assert exercises.outcome("98.2", functools.partial(lambda z, tokens, page: ..., 0)) == "not yet"
+    assert exercises.outcome("98.2", Stub(lambda tokens, page: -(-tokens // page))) == "right"
+    with pytest.raises(ExerciseError, match=r"98\.2: the function\(\d+, \d\) raised ZeroDivisionError"):
+        exercises.check("98.2", Stub(lambda tokens, page: tokens / 0))
+    guarded = exercises._guarded(Stub(abs))
+    assert (guarded.result, guarded[1,], guarded(-2)) == (abs, abs, 2)
 
 
 def test_unknown_exercises_are_value_errors_that_list_what_there_is(demo):
@@ -155,6 +221,8 @@ def test_unknown_exercises_are_value_errors_that_list_what_there_is(demo):
         exercises.check("../98.1", 1)
     with pytest.raises(ValueError, match="must be a string"):
         exercises.check(98.1, 1)
+    with pytest.raises(ValueError, match="chapter is 98"):
+        exercises.exercises(98)
 
 
 def test_an_exercise_has_one_checker_and_a_proper_id(demo):
@@ -163,7 +231,7 @@ def test_an_exercise_has_one_checker_and_a_proper_id(demo):
         @checker("98.1")
         def another(answer): ...
 
-    for bad in ("98", "98.x", "x.1", ""):
+    for bad in ("98", "98.x", "x.1", "", "98.\u00b2", "9\u00b2.1", "98.1 ", "98.1\n", 98.1):
         with pytest.raises(ValueError, match="must be a chapter"):
             checker(bad)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvlab import costs, exercises
@@ -46,6 +47,8 @@ def step_bytes(c, context, batch):
         ("00.2", lambda c, size: costs.kv_elements_per_token(c) * c.num_layers * size),
         ("00.3", search_up),
         ("00.4", context_by_capacity),
+        ("00.3", lambda c, hardware: (found := search_up(c, hardware)) and np.int64(found)),
+        ("00.4", lambda *args: np.int64(context_by_capacity(*args))),
         ("00.5", step_bytes),
     ],
 )
@@ -68,6 +71,8 @@ def test_right_answers_pass(id, answer, capsys):
         ("00.3", lambda c, hardware: int(hardware.ridge), "batch|no batch|integer"),
         ("00.3", lambda c, hardware: None, "None"),
         ("00.3", lambda c, hardware: 65536, "not the smallest|None"),
+        ("00.3", lambda c, hardware: (found := search_up(c, hardware)) and float(found), "integer"),
+        ("00.4", lambda *args: float(context_by_capacity(*args)), "integer"),
         ("00.4", lambda c, memory, batch, u=0.9: context_by_capacity(c, memory, 1, u), "too many"),
         ("00.4", lambda c, memory, batch, u=0.9: context_by_capacity(c, memory, batch, 0.9), "too many|fewer"),
         ("00.4", lambda c, memory, batch, u=0.9: int((memory * u - costs.weight_bytes(c)) // costs.kv_bytes_per_token(c)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -50,6 +51,10 @@ def rope_slow_pairs(x, positions, theta):
     angle = positions[:, None, None] * theta ** (-torch.arange(size // 2) / size)  # half the exponent
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).flatten(-2)
+
+
+def rope_complex(x, positions, theta):
+    return rope(x, positions, theta) + 1j
 
 
 def window_step(q, k, v, window):
@@ -149,15 +154,15 @@ def flops_saved_without_a_prompt(c, prompt_len, new_tokens):
 
 
 RIGHT = {
-    "01.1": [(6225, 149), [6225, 149]],
+    "01.1": [(6225, 149), [6225, 149], (np.int64(6225), torch.tensor(149))],
     "01.2": [rope, rope_by_permutation],
     "01.3": [window_step, window_by_sdpa],
     "01.4": [chunk(), chunk_by_reference],
     "01.5": [flops_saved, flops_saved_in_closed_form],
 }
 WRONG = {
-    "01.1": [(6225, 150), (6275, 149), (149, 6225), (6225, 49), 149, (6225.0, 149), ("6225", "149")],
-    "01.2": [rope_halves, rope_backwards, rope_in_place, rope_slow_pairs, lambda x, positions, theta: x],
+    "01.1": [(6225, 150), (6275, 149), (149, 6225), (6225, 49), 149, (6225.0, 149), ("6225", "149"), (True, 149)],
+    "01.2": [rope_halves, rope_backwards, rope_in_place, rope_slow_pairs, rope_complex, lambda x, positions, theta: x],
     "01.3": [window_off_by_one, window_too_short, window_masks_scores_only, window_wrong_heads, window_unscaled],
     "01.4": [
         chunk(position_fault=1),
@@ -172,6 +177,7 @@ WRONG = {
         flops_saved_one_pass_more,
         flops_saved_without_a_prompt,
         lambda *_: 0,
+        lambda c, prompt_len, new: flops_saved(c, prompt_len, new) if new > 1 else False,
     ],
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from kvlab.batch import Batch
 from kvlab.cache import CacheFull, NoCache
 from kvlab.config import ModelConfig
 from kvlab.generate import Generation, check_prompt, generate, step, stream
@@ -125,6 +127,7 @@ def test_max_tokens_may_differ_and_be_zero_in_a_batch(model):
         ([1, 2.0], r"\[1\] is 2.0"),
         ([True], r"\[0\] is True"),
         (["a"], r"\[0\] is 'a'"),
+        (5, r"is 5; it must be a list"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_anything_runs(model, monkeypatch, prompt, match):
@@ -280,3 +283,106 @@ def test_the_progress_bar_shows_on_request_only(model, capfd):
     assert capfd.readouterr().err == ""
     generate(model, make_cache(), [[1]], SamplingParams(max_tokens=3), progress=True)
     assert "0/3" in capfd.readouterr().err
+
+
+# --- ids, rows and failures --------------------------------------------------------------------------------------
+
+
+def test_two_streams_on_one_id(model):
+    cache, params = make_cache(), SamplingParams(max_tokens=5)
+    alone = list(stream(model, make_cache(), [1, 2, 3], params))
+    first, second = stream(model, cache, [1, 2, 3], params), stream(model, cache, [9, 8], params)
+    tokens = [next(first)]
+    with pytest.raises(ValueError, match="seq_id 0 is already"):
+        next(second)
+    assert cache.length(0) == 3  # the second has freed nothing
+    assert tokens + list(first) == alone
+    assert empty(cache)
+
+
+@pytest.mark.parametrize("seq_id", [None, "a", 1.5, True])
+def test_an_id_is_an_integer(model, seq_id):
+    with pytest.raises(ValueError, match="seq_id is"):
+        stream(model, make_cache(), [1, 2, 3], seq_id=seq_id)
+    with pytest.raises(ValueError, match="key of requests is"):
+        step(model, make_cache(), {seq_id: Generation([1], [])}, {seq_id: SamplingParams()})
+
+
+def test_an_empty_sequence_of_another_is_left_alone(model):
+    cache = make_cache()
+    cache.prepare(Batch.build([0], [[]], [0]))
+    for call in (lambda: stream(model, cache, [1]), lambda: generate(model, cache, [[1]])):
+        with pytest.raises(ValueError, match="seq_id 0 is already in the cache with 0 tokens"):
+            call()
+    assert 0 in cache
+
+
+@pytest.mark.parametrize("params", [5, "a", [SamplingParams()], 0, []])
+def test_params_of_another_type_are_refused_at_the_call(model, params):
+    with pytest.raises(ValueError, match="params"):
+        stream(model, make_cache(), [1], params)
+    with pytest.raises(ValueError, match="params"):
+        generate(model, make_cache(), [[1], [2]], params)
+
+
+def test_prompts_of_other_kinds_of_integers(model):
+    ours = list(stream(model, make_cache(), [1, 2], SamplingParams(max_tokens=3)))
+    for prompt in (np.array([1, 2], dtype=np.int32), torch.tensor([1, 2]), (1, 2)):
+        assert check_prompt(model, prompt) == [1, 2]
+        assert list(stream(model, make_cache(), prompt, SamplingParams(max_tokens=3))) == ours
+    with pytest.raises(ValueError, match=r"prompts\[0\] is 1"):
+        generate(model, make_cache(), [1, 2])
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_the_end_of_a_row_ends_the_text(model, length):
+    prompts, params, roomy = [[1, 2, 3], [5]], SamplingParams(max_tokens=20), make_cache()
+    cache = make_cache(rows=2, length=length)
+    for made, prompt in zip(generate(model, cache, prompts, params), prompts, strict=True):
+        assert (len(made.prompt) + len(made.tokens), made.finish_reason) == (length + 1, "length")
+        assert made.tokens == list(stream(model, roomy, prompt, params))[: len(made.tokens)]
+        assert made.tokens == list(stream(model, cache, prompt, params))
+    assert empty(cache)
+
+
+def test_a_prompt_longer_than_a_row_is_refused_at_the_call(model):
+    cache = make_cache(rows=2, length=4)
+    with pytest.raises(ValueError, match=r"prompt has 5 tokens.*4 at most \(max_seq_len\)"):
+        stream(model, cache, [1] * 5)
+    with pytest.raises(ValueError, match=r"prompts\[1\] has 5 tokens"):
+        generate(model, cache, [[1], [1] * 5])
+    assert empty(cache)
+
+
+@pytest.mark.parametrize(
+    ("second", "params", "named"),
+    [
+        (Generation([3], []), {0: SamplingParams()}, r"params\[4\] is None"),
+        (Generation([3], []), {0: SamplingParams(), 4: 5}, r"params\[4\] is 5"),
+        (Generation([], []), dict.fromkeys((0, 4), SamplingParams()), "request 4 has 0 tokens"),
+        (Generation([9, 9], []), dict.fromkeys((0, 4), SamplingParams()), "request 4 has 2 tokens and 2 are cached"),
+    ],
+)
+def test_a_step_that_cannot_be_done_changes_nothing(model, second, params, named):
+    cache = make_cache()
+    if len(second.prompt) == 2:
+        step(model, cache, {4: Generation([9, 9], [])}, {4: SamplingParams()})
+    lengths = dict(cache._lengths)
+    requests = {0: Generation([1, 2], []), 4: second}
+    with pytest.raises(ValueError, match=named):
+        step(model, cache, requests, params)
+    assert requests[0].tokens == requests[4].tokens == []
+    assert cache._lengths == lengths
+
+
+def test_a_step_can_be_tried_again_after_the_sampler_failed(model):
+    cache, fresh = make_cache(), make_cache()
+    requests, others = ({0: Generation([1, 2], []), 4: Generation([3], [])} for _ in range(2))
+    params = dict.fromkeys(requests, SamplingParams())
+    for at in range(3):  # in the first step the sequences are new, later they are kept
+        lengths = dict(cache._lengths)
+        with pytest.raises(ValueError, match="sequence 4"):
+            step(Failing(model, 1, nan_in_last), cache, requests, params)
+        assert cache._lengths == lengths
+        assert step(model, cache, requests, params) == step(model, fresh, others, params)
+        assert len(requests[0].tokens) == at + 1

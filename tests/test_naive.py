@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -426,3 +427,89 @@ Machine.TestCase.settings = settings(
     max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 TestAgainstLists = Machine.TestCase
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "layer", "change"),
+    [
+        ("layer is -1", -1, lambda q, k, v: (q, k, v)),
+        ("layer is 2", 2, lambda q, k, v: (q, k, v)),
+        ("q has shape", 0, lambda q, k, v: (q[:1], k, v)),
+        ("q has shape", 0, lambda q, k, v: (torch.cat([q, q]), k, v)),
+        ("q has shape", 0, lambda q, k, v: (q[:, :2], k, v)),
+        ("k has shape", 0, lambda q, k, v: (q, k[:1], v)),
+        ("k has shape", 0, lambda q, k, v: (q, torch.cat([k, k]), v)),
+        ("k has shape", 0, lambda q, k, v: (q, k[:, :1], v)),
+        ("v has shape", 0, lambda q, k, v: (q, k, v[..., :1])),
+        ("v None", 0, lambda q, k, v: (q, k, None)),
+        ("k is None", 0, lambda q, k, v: (q, None, v)),
+    ],
+)
+def test_attend_refuses_what_is_not_the_batch_s_and_changes_nothing(named, layer, change):
+    cache = make_cache()
+    put(cache, 0, 2)
+    cache.prepare(Batch.build([0], [[1, 2, 3]], [2]))
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=named):
+        cache.attend(layer, *change(*vectors(3)))
+    assert same(before, snapshot(cache))
+
+
+@pytest.mark.parametrize(
+    "undo", [lambda c: c.free(1), lambda c: c.truncate(1, 1), lambda c: c.keep(1, 0, [2])], ids=["free", "cut", "keep"]
+)
+def test_attend_after_a_sequence_was_freed_or_cut_is_refused(undo):
+    cache = make_cache()
+    cache.prepare(Batch.build([0, 1], [[1, 2], [1, 2, 3]], [0, 0]))
+    undo(cache)
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match=r"sequence 1 has \d tokens, and 3 when the batch was prepared"):
+        cache.attend(0, *vectors(5))
+    assert same(before, snapshot(cache))
+
+
+@pytest.mark.parametrize("child", [None, "x", 1.5, True, [1]])
+def test_an_id_is_an_integer(child):
+    cache = make_cache()
+    put(cache, 0, 3)
+    before = snapshot(cache)
+    with pytest.raises(ValueError, match="child"):
+        cache.fork(0, child)
+    assert same(before, snapshot(cache))
+
+
+def test_integers_of_other_kinds_become_python_ints():
+    cache = make_cache()
+    put(cache, 0, 6)
+    cache.fork(0, np.int64(2))
+    cache.truncate(0, torch.tensor(4))
+    cache.keep(0, np.int64(2), torch.tensor([1]))
+    assert (cache.length(0), type(cache.length(0))) == (3, int)
+    assert {type(s) for s in cache._rows} == {int}
+    assert 2 in cache
+    assert 3 not in cache
+
+
+def test_a_copy_that_fails_loses_no_row():
+    with torch.inference_mode():
+        cache = make_cache(rows=2)
+        put(cache, 0, 3)
+    before = snapshot(cache)
+    with pytest.raises(RuntimeError, match="inference"):
+        cache.fork(0, 1)  # tensors made in inference mode cannot be written to outside it
+    assert before[:3] == snapshot(cache)[:3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float32", None])
+def test_keys_are_floating_point(dtype):
+    with pytest.raises(ValueError, match="dtype is"):
+        NaiveCache(CONFIG, 1, 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 4), (1, 4.0), (True, 4), (1, float("nan"))])
+def test_sizes_are_integers(sizes):
+    with pytest.raises(ValueError, match=r"max_(num_seqs|seq_len) is"):
+        NaiveCache(CONFIG, *sizes)

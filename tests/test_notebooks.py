@@ -27,8 +27,9 @@ jupytext:
   text_representation:
     extension: .md
     format_name: myst
+    format_version: 0.13
 kernelspec:
-  display_name: Python 3
+  display_name: Python 3 (ipykernel)
   language: python
   name: python3
 ---
@@ -166,6 +167,9 @@ def test_difference_in_a_pair_is_found_and_named(small_book):
 def test_file_dates_decide_nothing(small_book, newer):
     from jupytext import TextFileContentsManager
 
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--notebook-dir=. --LabApp.default_url=/lab/tree/chapters" in makefile  # jupytext's settings lie in the root
+
     md = small_book("09_pair.md", cell("print('kept')"))
     ipynb = md.with_suffix(".ipynb")
     notebook = bookmaker.read_source(md)
@@ -182,6 +186,12 @@ def test_file_dates_decide_nothing(small_book, newer):
     for path in (md, ipynb):
         opened = manager.get(f"chapters/{path.name}", type="notebook")["content"]
         assert opened.cells[-1].outputs[0]["text"] == "kept\n"
+    opened.cells[-1].source = "print('edited')"
+    before = md.read_text()
+    manager.save({"type": "notebook", "format": "json", "content": opened}, f"chapters/{ipynb.name}")
+    lines = [text.replace("print('kept')", "print('edited')").split() for text in (before, md.read_text())]
+    assert lines[0] == lines[1]  # a save reaches both files, and changes nothing else
+    assert "edited" in ipynb.read_text()
 
 
 # --- nbval, made stricter by conftest.py ---------------------------------------------------------------------------

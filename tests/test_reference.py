@@ -217,6 +217,41 @@ def test_dtypes():
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("softcap is nan", {"softcap": math.nan}),
+        ("softcap is inf", {"softcap": INF}),
+        ("softcap is -1", {"softcap": -1.0}),
+        ("softmax_scale is nan", {"softmax_scale": math.nan}),
+        ("softmax_scale is inf", {"softmax_scale": INF}),
+        ("sinks have shape", {"sinks": torch.zeros(2)}),
+        ("sinks have shape", {"sinks": torch.zeros(4, 1)}),
+        ("v has shape", {"v": torch.zeros(8, 2, 8)}),
+        ("v has shape", {"v": torch.zeros(1, 2, 8)}),
+        ("v has shape", {"v": torch.zeros(9, 1, 8)}),
+        ("v has shape", {"v": torch.zeros(9, 4, 8)}),
+        ("k has shape", {"k": torch.zeros(9, 2, 4)}),
+        ("k has shape", {"k": torch.zeros(9, 8)}),
+        ("q has shape", {"q": torch.zeros(1, 5, 4, 8)}),
+        ("tree_mask is", {"tree_mask": torch.ones(5, dtype=torch.int32)}),
+        ("tree_mask is", {"tree_mask": torch.ones(5)}),
+        ("tree_mask is", {"tree_mask": torch.ones(4, dtype=torch.int64)}),
+    ],
+)
+def test_attend_one_refuses(named, change):
+    q, k, v = random()
+    arguments = {"q": q, "k": k, "v": v, **change}
+    with pytest.raises(ValueError, match=f"^{named}"):
+        attend_one(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(64, 64), (66, 80), (5, 2)])
+def test_a_tree_has_63_tokens_and_all_are_keys(q_len, kv_len):
+    with pytest.raises(ValueError, match=f"tree_mask has {q_len} tokens"):
+        visible_keys(q_len, kv_len, tree_mask=torch.ones(q_len, dtype=torch.int64))
+
+
 def test_heads_must_divide():
     q, k, v = random(heads=4, kv_heads=3)
     with pytest.raises(ValueError, match="4 heads and k 3"):
@@ -316,6 +351,41 @@ def test_short_table_is_refused():
         attention(q, k, v, **layout)
 
 
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("cu_seqlens_q is", {"cu_seqlens_q": [0, 8, 6]}),
+        ("cu_seqlens_q is", {"cu_seqlens_q": [0, 7, 6]}),
+        ("cu_seqlens_q is", {"cu_seqlens_q": [1, 2, 6]}),
+        ("cu_seqlens_q is", {"cu_seqlens_q": [0, 1, 5]}),
+        ("cu_seqlens_q is", {"cu_seqlens_q": [0, 1, 9]}),
+        ("cu_seqlens_q is", {"cu_seqlens_q": [0, 6]}),
+        ("cu_seqlens_q is", {"cu_seqlens_q": [0, 1, 2, 6]}),
+        ("seqused_k is", {"seqused_k": [-3, 7]}),
+        ("seqused_k is", {"seqused_k": torch.tensor([5.0, 7.0])}),
+        ("block_table is", {"block_table": torch.zeros(2, 2)}),
+        ("block_table is", {"block_table": [[0, 1]]}),
+        ("block_table is", {"block_table": [0, 1]}),
+        (r"block_table\[1\] begins \[0, 99\]", {"block_table": [[0, 1], [0, 99]]}),
+        (r"block_table\[1\] begins \[-2, 0\]", {"block_table": [[0, 1], [-2, 0]]}),
+        ("tree_mask has shape", {"tree_mask": torch.ones(5, dtype=torch.int64)}),
+        ("out is", {"out": torch.zeros(6, 4, 8, dtype=torch.int64)}),
+        ("out is", {"out": torch.zeros(1, 4, 8)}),
+        ("out is", {"out": torch.zeros(2, 6, 4, 8)}),
+        ("v_cache has shape", {"v_cache": torch.zeros(7, 8, 2, 8)}),
+        ("v_cache has shape", {"v_cache": torch.zeros(2, 4, 2, 8)}),
+        ("v_cache has shape", {"v_cache": torch.zeros(7, 4, 1, 8)}),
+        ("q is", {"q": torch.zeros(6, 32)}),
+    ],
+)
+def test_attention_refuses(named, change):
+    q, k, v, layout, _ = paged([5, 7], [1, 5], 4)
+    change = {n: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for n, x in change.items()}
+    arguments = {"q": q, "k_cache": k, "v_cache": v, **layout, **change}
+    with pytest.raises(ValueError, match=f"^{named}"):
+        attention(arguments.pop("q"), arguments.pop("k_cache"), arguments.pop("v_cache"), **arguments)
+
+
 def test_low_precision_run_of_the_same_lines():
     q, k, v, layout, _ = paged([5, 17], [1, 5], 4)
     exact = attention(q, k, v, **layout)
@@ -334,3 +404,20 @@ def test_dense_form():
     for b in range(2):
         assert torch.equal(out[b], attend_one(q[b], k[b], v[b])[0])
     assert torch.equal(flash_attn_func(q, k, v)[0], attend_one(q[0], k[0], v[0], causal=False)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, None])
+def test_dense_form_of_no_sequences(dtype):
+    one = [torch.zeros(1, 3, heads, 8) for heads in (4, 2, 2)]
+    got, want = (flash_attn_func(*(x[:n] for x in one), return_lse=True, dtype=dtype) for n in (0, 1))
+    for empty, full in zip(got, want, strict=True):
+        assert (empty.shape, empty.dtype) == ((0, *full.shape[1:]), full.dtype)
+
+
+@pytest.mark.parametrize("batches", [(2, 1, 1), (1, 2, 2), (2, 2, 1)])
+def test_dense_form_needs_one_batch_size(batches):
+    tensors = [torch.zeros(n, 3, heads, 8) for n, heads in zip(batches, (4, 2, 2), strict=True)]
+    with pytest.raises(ValueError, match="q, k and v have shapes"):
+        flash_attn_func(*tensors)
+    with pytest.raises(ValueError, match="q, k and v have shapes"):
+        flash_attn_func(*(x[0] for x in tensors))

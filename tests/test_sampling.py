@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,12 +226,13 @@ def test_a_row_that_allows_no_token_is_refused():
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, float("nan"), float("inf")]),
-        ("top_k", [-1, 2.5]),
+        ("temperature", [-0.1, float("nan"), float("inf"), "1", True, None]),
+        ("top_k", [-1, 2.5, True]),
         ("top_p", [0.0, -1.0, 1.01, float("nan")]),
         ("min_p", [-0.1, 1.1, float("nan")]),
-        ("max_tokens", [-1, 1.5]),
-        ("seed", [0.5, "a"]),
+        ("max_tokens", [-1, 1.5, True]),
+        ("seed", [0.5, "a", True, 2**64, -(2**63) - 1]),
+        ("stop_token_ids", ["ab", (1.5,), (-1,), 5, None, (True,)]),
     ],
 )
 def test_parameters_out_of_range_are_named(field, values):
@@ -252,3 +254,60 @@ def test_lengths_that_disagree_are_refused():
     with pytest.raises(ValueError, match="labels"):
         sample(logits, SamplingParams(), [0, 1, 2], labels=["a"])
     assert sample(torch.zeros(0, 4), [], []) == []
+    with pytest.raises(ValueError, match="positions has 1"):
+        sample(torch.zeros(0, 4), SamplingParams(), [3])
+
+
+def test_integers_of_other_kinds_are_taken():
+    params = SamplingParams(top_k=np.int64(3), seed=np.int64(7), max_tokens=np.int64(2), stop_token_ids=np.array([1]))
+    assert params == SamplingParams(top_k=3, seed=7, max_tokens=2, stop_token_ids=(1,))
+    assert {type(x) for x in (params.top_k, params.seed, params.max_tokens, *params.stop_token_ids)} == {int}
+    logits, params = random_logits(6, 50, scale=1.0), SamplingParams(temperature=1.0, seed=7)
+    for positions in (torch.arange(6), np.arange(6), list(torch.arange(6))):
+        assert sample(logits, params, positions) == sample(logits, params, range(6))
+    assert uniform(torch.tensor(7), np.int64(3)) == uniform(7, 3)
+    for wrong in (1.5, True):
+        with pytest.raises(ValueError, match="position"):
+            uniform(0, wrong)
+        with pytest.raises(ValueError, match=r"positions\[0\]"):
+            sample(logits[:1], params, [wrong])
+
+
+def test_params_of_another_type_are_refused():
+    for wrong in (5, None, [5], "a"):
+        with pytest.raises(ValueError, match="params holds"):
+            sample(torch.zeros(1, 4), wrong, [0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_float64_logits_beyond_float32(temperature):
+    logits = torch.tensor([[1e39, 0.0], [-1e300, 1e300]], dtype=torch.float64)
+    params = SamplingParams(temperature=temperature)
+    assert sample(logits, params, [0, 0]) == [0, 1]
+    assert processed_probs(logits, params).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("row", [[math.nan, 0.0], [-math.inf] * 2, [math.inf, 0.0]])
+def test_no_distribution_of_broken_logits(row):
+    for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+        with pytest.raises(ValueError, match="row 1"):
+            processed_probs(torch.tensor([[0.0, 1.0], row]), params)
+
+
+def test_logits_without_rows_or_tokens():
+    assert processed_probs(torch.empty(0, 4), SamplingParams(temperature=1.0)).shape == (0, 4)
+    for shape in ((2, 0), (4,)):
+        with pytest.raises(ValueError, match="logits have shape"):
+            processed_probs(torch.zeros(shape), SamplingParams())
+
+
+@pytest.mark.parametrize("row", [[math.nan, 1.0], [0.0, 0.0], [math.inf, 1.0], [-0.5, 1.5]])
+def test_no_draw_from_what_is_no_distribution(row):
+    with pytest.raises(ValueError, match=r"probs\[1\]"):
+        draw(torch.tensor([[0.5, 0.5], row]), torch.tensor([0.3, 0.3]))
+
+
+@pytest.mark.parametrize("uniforms", [[0.5], [0.5, 1.0], [0.5, math.nan], [-0.1, 0.5]])
+def test_no_draw_with_wrong_uniforms(uniforms):
+    with pytest.raises(ValueError, match="uniforms"):
+        draw(torch.full((2, 2), 0.5), torch.tensor(uniforms))

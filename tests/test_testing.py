@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from kvlab import reference, runtime, testing
 from kvlab.naive import NaiveCache
-from kvlab.testing import ATTENTION, CACHES, HOSTILE, assert_caught, assert_close, planted
+from kvlab.testing import ATTENTION, CACHES, HOSTILE, AttentionCase, assert_caught, assert_close, planted
+
+CASES = testing.cases("cpu")
 
 
 def plain_attention(*args, out=None, return_lse=False, **kwargs):
@@ -37,7 +41,7 @@ def test_the_table_has_what_the_design_asks_for():
     assert len({case.name for case in CACHES}) == len(CACHES)
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_inputs_are_hostile_and_well_formed(case):
     inputs = case.build()
     size, used = case.block_size, set()
@@ -63,9 +67,7 @@ def test_inputs_are_hostile_and_well_formed(case):
 
 def test_pages_are_neither_in_order_nor_consecutive():
     tables = [
-        case.build().block_table[b, : -(-n // case.block_size)]
-        for case in ATTENTION
-        for b, n in enumerate(case.kv_lens)
+        case.build().block_table[b, : -(-n // case.block_size)] for case in CASES for b, n in enumerate(case.kv_lens)
     ]
     long = [t.diff() for t in tables if len(t) > 3]
     assert long
@@ -86,8 +88,52 @@ def test_known_values():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_plain_attention_passes_all_of_it(dtype):
-    for case in ATTENTION:
+    for case in CASES:
         testing.check_attention(plain_attention, case, dtype=dtype, fills=(float("nan"),))
+
+
+def test_a_strided_case_keeps_its_strides_on_any_device():
+    (case,) = (case for case in ATTENTION if case.strided)
+    for inputs in (case.build(), case.build(device="meta")):
+        q, k = inputs.q, inputs.k_cache
+        assert q.stride() == (2 * q.shape[1] * q.shape[2], q.shape[2], 1)
+        assert k.stride()[2:] == (2 * k.shape[3], 1)
+        assert not q.is_contiguous()
+
+
+def test_a_case_that_needs_a_gpu_is_left_out_visibly():
+    (far,) = (case for case in ATTENTION if case.needs_gpu)
+    assert [case for case in ATTENTION if case not in CASES] == [far]
+    with pytest.warns(UserWarning, match="2\\*\\*31: not run, it needs a GPU"):
+        error = testing.check_attention(lambda *a, **k: pytest.fail("it ran"), far)
+    assert error != error
+    pool = far.build(device="meta", dtype=torch.float16).k_cache
+    assert (pool.shape[0] - 1) * pool.stride(0) >= 2**31
+    assert pool.stride()[1:] == (2 * 64, 64, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that is never touched costs nothing on Linux")
+def test_an_offset_that_wraps_at_32_bits_is_caught():
+    class Anywhere(AttentionCase):
+        needs_gpu = property(lambda self: False)
+
+    def wrapped(pool):
+        pages = [(page * pool.stride(0) + 2**31) % 2**32 - 2**31 for page in range(pool.shape[0])]
+        page = pool.shape[1:], pool.stride()[1:]
+        return torch.stack([pool.as_strided(*page, pool.storage_offset() + start) for start in pages])
+
+    def wraps(q, k_cache, v_cache, **kwargs):
+        return plain_attention(q, wrapped(k_cache), wrapped(v_cache), **kwargs)
+
+    (case,) = (Anywhere(**vars(case)) for case in ATTENTION if case.far)
+    assert_caught(
+        lambda fn: testing.check_attention(fn, case, dtype=torch.float16), plain_attention, {"32-bit offset": wraps}
+    )
+
+
+def test_no_fills_check_nothing_and_are_refused():
+    with pytest.raises(ValueError, match="fills is empty"):
+        testing.check_attention(plain_attention, ATTENTION[3], fills=())
 
 
 def test_what_unused_slots_hold_may_not_matter_in_one_bit():
@@ -100,14 +146,33 @@ def test_what_unused_slots_hold_may_not_matter_in_one_bit():
         testing.check_attention(leaks, ATTENTION[3])
 
 
-def test_inputs_may_not_be_written_to():
-    def scribbles(q, *args, **kwargs):
-        result = plain_attention(q, *args, **kwargs)
-        q.zero_()
+@pytest.mark.parametrize(
+    "name", ["q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seqused_k", "sinks", "tree_mask"]
+)
+def test_inputs_may_not_be_written_to(name):
+    def scribbles(q, k_cache, v_cache, **kwargs):
+        result = plain_attention(q, k_cache, v_cache, **kwargs)
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache, **kwargs}[name].zero_()
         return result
 
-    with pytest.raises(AssertionError, match="q was written to"):
-        testing.check_attention(scribbles, ATTENTION[3])
+    with pytest.raises(AssertionError, match=f"{name} was written to"):
+        testing.check_attention(scribbles, named("tree, softcap and sinks")[0])
+
+
+def test_a_float64_lse_and_a_q_taken_as_contiguous_are_caught():
+    def double(*args, **kwargs):
+        result, lse = plain_attention(*args, **kwargs)
+        return result, lse.double()
+
+    def contiguous(q, *args, **kwargs):
+        heads, size = q.shape[1:]
+        return plain_attention(q.as_strided(q.shape, (heads * size, size, 1)), *args, **kwargs)
+
+    def check(fn):
+        for case in CASES:
+            testing.check_attention(fn, case, fills=(1e4,))
+
+    assert_caught(check, plain_attention, {"float64 lse": double, "contiguous q": contiguous})
 
 
 @pytest.mark.parametrize("case", CACHES, ids=lambda c: c.name)
@@ -148,6 +213,10 @@ def test_nan_infinity_shape_and_oracle():
         assert_close(torch.zeros(3), oracle, None)
     with pytest.raises(ValueError, match="float64"):
         assert_close(torch.zeros(2), oracle.float(), None)
+    with pytest.raises(ValueError, match="oracle is NaN in 3 places"):
+        assert_close(torch.zeros(3), torch.full((3,), float("nan"), dtype=torch.float64), None)
+    with pytest.raises(ValueError, match="plain has shape"):
+        assert_close(torch.zeros(2, 2), torch.zeros(2, 2).double(), torch.full((2,), 9.0))
 
 
 # --- planted bugs --------------------------------------------------------------------------------------------------
@@ -158,7 +227,7 @@ def check_reference(module_attention):
         result, lse = module_attention(*args, **kwargs, return_lse=True, dtype=torch.float32)
         return out.copy_(result), lse
 
-    for case in ATTENTION:
+    for case in CASES:
         testing.check_attention(attention, case, fills=(float("nan"),))
 
 
@@ -167,6 +236,9 @@ VISIBLE = {
     "aligned top-left": ("past = kv_len - q_len\n", "past = 0\n"),
     "window off by one": ("k_pos >= q_pos - left", "k_pos > q_pos - left"),
     "right window ignored": ("if right >= 0:", "if False:"),
+    "right 0 taken as unlimited": ("if right >= 0:", "if right > 0:"),
+    "right window ignored without a left one": ("if right >= 0:", "if left >= 0 and right >= 0:"),
+    "tree keys by slot": ("k_pos = torch.cat([torch.arange(past, device=device), depth])[None, :]", "k_pos = k_slot"),
     "tree depth off by one": ("bits.sum(1) - 1", "bits.sum(1)"),
 }
 ATTEND_ONE = {
@@ -175,6 +247,14 @@ ATTEND_ONE = {
     "cap after the mask": ("if softcap:", "if False:"),
     "scale forgotten": ("@ keys.transpose(1, 2) * scale", "@ keys.transpose(1, 2)"),
     "sink scaled": ("sink = sinks.to(work)", "sink = scale * sinks.to(work)"),
+    "sinks off with a tree": ("if sinks is not None:  #", "if sinks is not None and tree_mask is None:  #"),
+    "sinks off when not causal": ("if sinks is not None:  #", "if sinks is not None and causal:  #"),
+    "softcap off with a tree": ("if softcap:", "if softcap and tree_mask is None:"),
+    "softcap off when not causal": ("if softcap:", "if softcap and causal:"),
+    "window dropped by softcap": (
+        "window_size=window_size, tree_mask",
+        "window_size=(-1, -1) if softcap and sinks is None else window_size, tree_mask",
+    ),
     "empty row NaN": (".masked_fill(~seen, 0.0)", ""),
 }
 PAGES = {
@@ -197,7 +277,7 @@ def check_cache(make_cache):
     for case in CACHES:
         try:
             testing.run_cache_case(make_cache, case)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, LookupError) as error:
             raise AssertionError(f"{case.name}: {error}") from error
 
 
@@ -207,15 +287,39 @@ CACHE_BUGS = {
         "V stored as K": ("self.v[layer, row, past:end] = v[new]", "self.v[layer, row, past:end] = k[new]"),
         "one layer for all": ("self.k[layer, row, past:end] = k[new]", "self.k[0, row, past:end] = k[new]"),
         "window ignored": ("window_size=self.config.window_size(layer)", "window_size=(-1, -1)"),
+        "nothing read when nothing is stored": ("if seq_id is None or q_len == 0:", "if seq_id is None or k is None:"),
     },
     NaiveCache.fork: {
         "V not copied": ("self.v[:, target, :length] =", "_ ="),
-        "row shared": ("self._free_rows.pop(), self._lengths", "self._rows[parent], self._lengths"),
+        "row shared": ("= self._free_rows.pop(), length", "= source, length"),
+        "any child": ('as_int(child, "fork: child")', "child"),
     },
-    NaiveCache.truncate: {"does nothing": ("self._lengths[seq_id] = length", "pass")},
-    NaiveCache.keep: {"base forgotten": ("[base + i for i in indices]", "[i for i in indices]")},
-    NaiveCache.prepare: {"no check": ("if past != self.length(seq_id):", "if False:")},
-    NaiveCache.free: {"row lost": ("self._free_rows.append(self._rows.pop(seq_id))", "self._rows.pop(seq_id)")},
+    NaiveCache.truncate: {"does nothing": ("self._lengths[seq_id] = check", "_ = check")},
+    NaiveCache.keep: {
+        "base forgotten": ("[base + i for i in indices]", "[i for i in indices]"),
+        "order ignored": ("[base + i for i in indices]", "[base + i for i in sorted(indices)]"),
+    },
+    NaiveCache.prepare: {
+        "no check": ("if past != self.length(seq_id):", "if False:"),
+        "duplicate ids": ("if len(set(ids)) != len(ids):", "if False:"),
+        "rows handed out before it is full": (
+            "if len(unseen) > len(self._free_rows):",
+            "for s in unseen if len(unseen) > len(self._free_rows) else ():\n"
+            "            if self._free_rows:\n"
+            "                self._rows[s], self._lengths[s] = self._free_rows.pop(), 0\n"
+            "        if len(unseen) > len(self._free_rows):",
+        ),
+    },
+    NaiveCache.free: {
+        "row lost": ("self._free_rows.append(self._rows.pop(seq_id))", "self._rows.pop(seq_id)"),
+        "given back twice": (
+            "        if seq_id in self._rows:\n",
+            "        if seq_id not in self._rows and hasattr(self, 'last'):\n"
+            "            self._free_rows.append(self.last)\n"
+            "        if seq_id in self._rows:\n"
+            "            self.last = self._rows[seq_id]\n",
+        ),
+    },
 }
 
 

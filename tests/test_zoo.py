@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab import bench, checkpoint, config, zoo
+from kvlab import bench, checkpoint, config, doctor, zoo
 from kvlab.batch import Batch
 from kvlab.cache import NoCache
 from kvlab.config import ModelConfig
@@ -71,7 +71,7 @@ def test_a_changed_or_missing_file_is_named(tmp_path, monkeypatch, file):
             shutil.copy(zoo.FOLDER / relative, tmp_path / relative)
     shutil.copy(zoo.FOLDER / "manifest.json", tmp_path)
     monkeypatch.setattr(zoo, "FOLDER", tmp_path)
-    read = {"tokenizer.json": zoo.tokenizer.__wrapped__, "held_out.json": zoo._held_out.__wrapped__}
+    read = {"tokenizer.json": zoo._tokenizer_json.__wrapped__, "held_out.json": zoo._held_out.__wrapped__}
     load = read.get(file, lambda: zoo.load("stdlib-1m", device="cpu"))
     load()
     data = bytearray((tmp_path / file).read_bytes())
@@ -87,6 +87,30 @@ def test_a_changed_or_missing_file_is_named(tmp_path, monkeypatch, file):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="stdlib-7m, stdlib-1m"):
         zoo.load("stdlib-70b")
+    for bad in ({"device": ""}, {"device": []}, {"device": "gpu0"}, {"dtype": 0}, {"dtype": torch.int32}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            zoo.load("stdlib-1m", **{"device": "cpu", **bad})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="device 0 is the GPU here")
+def test_device_0_is_a_gpu_and_not_whatever_is_there():
+    with pytest.raises(ValueError, match="device is 0"):
+        zoo.load("stdlib-1m", 0)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "5", "{", "[" * 100_000, '{"stdlib-1m/config.json": 5}', None])
+def test_a_manifest_that_is_none_is_named(tmp_path, monkeypatch, text):
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    monkeypatch.setattr(zoo, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        zoo.load("stdlib-1m", device="cpu")
+    assert [(f.level, "manifest.json" in f.text) for f in doctor._models()] == [("bad", True)] * 2
+
+
+def test_a_tokenizer_is_the_callers_own():
+    zoo.tokenizer().enable_truncation(3)
+    assert len(zoo.tokenizer().encode("a = b + c\n" * 9).ids) > 3
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from kvlab.config import is_number
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Record:
         error    relative error against a float64 reference, None where nothing was compared
         device, driver, torch, triton, date (UTC), commit    where, on what, when and of what
 
-    Raises: ValueError where value is not a finite number or a name is empty.
+    Raises: ValueError naming the field: a value that is not a finite number, a time or error that is negative, an empty
+    name, a shape of anything but numbers and words.
 
     Source: chapter 00.
     """
@@ -49,11 +51,22 @@ class Record:
     commit: str
 
     def __post_init__(self) -> None:
-        for name in ("run", "bench", "impl", "dtype", "unit", "device", "commit"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; a record needs a word there")
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not math.isfinite(self.value):
+        optional = ("version", "driver", "triton")
+        for name in ("run", "bench", "impl", "dtype", "unit", "device", "torch", "date", "commit", *optional):
+            word = getattr(self, name)
+            if not (isinstance(word, str) and word) and not (name in optional and word is None):
+                raise ValueError(f"{name} is {word!r}; a record needs a word there" + ", or None" * (name in optional))
+        if not is_number(self.value):
             raise ValueError(f"value is {self.value!r}; a record needs a finite number")
+        for name in ("ms", "spread", "error"):
+            number = getattr(self, name)
+            if number is not None and (not is_number(number) or number < 0):
+                raise ValueError(f"{name} is {number!r}; a record needs a finite number, 0 or more, or None")
+        if not isinstance(self.shape, dict):
+            raise ValueError(f"shape is {self.shape!r}; a record needs sizes by name")
+        for key, size in self.shape.items():
+            if not isinstance(key, str) or not (isinstance(size, str) or is_number(size)):
+                raise ValueError(f"shape has {key!r}: {size!r}; a record needs a name and a finite number or a word")
 
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Record))
@@ -70,17 +83,25 @@ def save(records: Iterable[Record], path: str | Path) -> None:
 def load(path: str | Path) -> list[Record]:
     """Read what ``save`` wrote.
 
-    Raises: ValueError naming the file and the entry whose fields are not a record's.  Source: chapter 00.
+    Raises: ValueError naming the file, and the entry that is not a record.  Source: chapter 00.
     """
-    entries = json.loads(Path(path).read_text())
+    try:
+        entries = json.loads(Path(path).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(entries, list):
         raise ValueError(f"{path} holds a {type(entries).__name__}; it must hold a list of records")
+    records = []
     for i, entry in enumerate(entries):
         found = set(entry) if isinstance(entry, dict) else set()
         if found != set(FIELDS):
             missing, extra = sorted(set(FIELDS) - found), sorted(found - set(FIELDS))
             raise ValueError(f"{path}: entry {i} is not a record (missing {missing}, unknown {extra})")
-    return [Record(**entry) for entry in entries]
+        try:
+            records.append(Record(**entry))
+        except ValueError as error:
+            raise ValueError(f"{path}: entry {i}: {error}") from None
+    return records
 
 
 def _number(value: float | None, digits: int = 4) -> str:

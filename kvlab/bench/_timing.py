@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvlab.config import is_number
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -34,10 +36,10 @@ def l2_bytes(device: torch.device | str) -> int:
 def rotations(nbytes: int, device: torch.device | str) -> int:
     """How many copies of buffers of ``nbytes`` bytes make up five times the L2, so that none is found there.
 
-    Raises: ValueError where nbytes is under 1.  Source: chapter 00.
+    Raises: ValueError where nbytes is no integer or under 1.  Source: chapter 00.
     """
-    if nbytes < 1:
-        raise ValueError(f"nbytes is {nbytes}; it must be 1 or more")
+    if type(nbytes) is not int or nbytes < 1:
+        raise ValueError(f"nbytes is {nbytes!r}; it must be an integer, 1 or more")
     return max(2, -(-5 * l2_bytes(device) // nbytes))
 
 
@@ -60,12 +62,16 @@ def measure(
     launch. ``host`` takes the wall clock around a synchronised call instead: for steps in which Python is a part of
     the cost. On a CPU the wall clock is always used and ``graph`` is ignored. Gives the time of one call.
 
-    Raises: ValueError where counts are under 1, or ``graph`` is asked for together with ``flush``.
+    Raises: ValueError where counts are no integers or under 1, ``seconds`` is not finite or negative, or ``graph`` is
+    asked for together with ``flush``.
 
     Source: chapter 00; Triton's ``do_bench``.
     """
-    if min_count < 1 or max_count < min_count:
-        raise ValueError(f"min_count is {min_count} and max_count {max_count}; they must be 1 or more, in this order")
+    for name, value, least in (("min_count", min_count, 1), ("max_count", max_count, min_count), ("graph", graph, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be an integer, {least} or more")
+    if not is_number(seconds) or seconds < 0:
+        raise ValueError(f"seconds is {seconds!r}; it must be a finite number, 0 or more")
     if graph and flush:
         raise ValueError("graph and flush exclude each other: let the captured calls rotate their buffers")
     device = torch.device(device)

@@ -14,11 +14,10 @@ It tests properties on inputs drawn anew, never stored outputs.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import importlib.util
 import math
-import types
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,12 +40,11 @@ class _NotYet(Exception):
 def checker(exercise: str) -> Callable[[Checker], Checker]:
     """Register the decorated function as the checker of an exercise such as "02.1".
 
-    Raises: ValueError where the id is not two digits, a dot and a number, or has a checker already.
+    Raises: ValueError where the id is not a chapter's number, a dot and a number, or has a checker already.
 
     Source: CONTRIBUTING.md.
     """
-    chapter, _, number = exercise.partition(".")
-    if not (number.isdigit() and chapter[:2].isdigit() and chapter.isalnum()):
+    if not isinstance(exercise, str) or not re.fullmatch(r"[0-9]{2}[a-z]?\.[0-9]+", exercise):
         raise ValueError(f"exercise is {exercise!r}; it must be a chapter and a number, such as '02.1'")
 
     def register(function: Checker) -> Checker:
@@ -67,6 +65,8 @@ def exercises(chapter: str) -> list[str]:
     Source: CONTRIBUTING.md.
     """
     name = f"kvlab.exercises.ch{chapter}"
+    if not isinstance(chapter, str):
+        raise ValueError(f"chapter is {chapter!r}; it must be a string such as '02'")
     if chapter.isalnum() and importlib.util.find_spec(name) is not None:
         importlib.import_module(name)
     found = sorted((e for e in _CHECKERS if e.split(".")[0] == chapter), key=lambda e: int(e.split(".")[1]))
@@ -143,11 +143,10 @@ def number(value: Any, what: str = "the answer") -> float | int:
 
     Source: CONTRIBUTING.md.
     """
-    if hasattr(value, "item") and not isinstance(value, int | float):
-        size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
-        if size != 1:
-            raise ExerciseError(f"{what} has {size} elements; it must be one number")
-        value = value.item()
+    value = _element(value)
+    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+    if hasattr(value, "item") and isinstance(size, int) and size != 1:
+        raise ExerciseError(f"{what} has {size} elements; it must be one number")
     if isinstance(value, bool):
         raise ExerciseError(f"{what} is {value}, a boolean; it must be a number")
     if not isinstance(value, int | float):
@@ -157,15 +156,30 @@ def number(value: Any, what: str = "the answer") -> float | int:
     return value
 
 
-def near(value: Any, expected: float, rel: float = 1e-6, what: str = "the answer") -> None:
-    """Accept a number within a relative distance of the expected one; an expected 0 must be met to 1e-9.
+def integer(value: Any, what: str = "the answer") -> int:
+    """``value`` as a Python int; NumPy's integers, and a tensor or array of one integer, are taken for theirs.
 
-    Raises: ExerciseError that says whether the value is no number, too large or too small, and by what factor.
+    Raises: ExerciseError as ``number``, and for a float, a whole one too.
 
     Source: CONTRIBUTING.md.
     """
-    if not rel >= 0:
-        raise ValueError(f"rel is {rel}; it must be 0 or more")
+    got = number(value, what)
+    if not isinstance(got, int):
+        raise ExerciseError(f"{what} is {_number(got)}, a float; it must be an integer")
+    return got
+
+
+def near(value: Any, expected: float, rel: float = 1e-6, what: str = "the answer") -> None:
+    """Accept a number within a relative distance of the expected one; an expected 0 must be met to 1e-9.
+
+    Raises: ExerciseError that says whether the value is no number, too large or too small, and by what factor;
+    ValueError where ``expected`` is not finite, or ``rel`` not finite or negative.
+
+    Source: CONTRIBUTING.md.
+    """
+    _check_rel(rel)
+    if not math.isfinite(expected):
+        raise ValueError(f"expected is {expected}; it must be a finite number")
     got = number(value, what)
     if abs(got - expected) <= (rel * abs(expected) if expected else 1e-9):
         return
@@ -183,15 +197,13 @@ def near(value: Any, expected: float, rel: float = 1e-6, what: str = "the answer
 
 
 def whole(value: Any, expected: int, what: str = "the answer") -> None:
-    """Accept exactly the expected whole number, as an int.
+    """Accept exactly the expected whole number, as an integer (see ``integer``); 3.0 is none.
 
-    Raises: ExerciseError that says whether it is no whole number, too large or too small.
+    Raises: ExerciseError that says whether it is no integer, too large or too small.
 
     Source: CONTRIBUTING.md.
     """
-    got = number(value, what)
-    if got != int(got):
-        raise ExerciseError(f"{what} is {_number(got)}; it must be a whole number")
+    got = integer(value, what)
     if got != expected:
         raise ExerciseError(f"{what} is {_number(got)}: too {'large' if got > expected else 'small'}")
 
@@ -199,18 +211,23 @@ def whole(value: Any, expected: int, what: str = "the answer") -> None:
 def close(value: Any, expected: Tensor, *, rel: float = 1e-4, what: str = "the answer") -> None:
     """Accept a tensor of the expected one's shape whose largest error is within ``rel`` of its largest element.
 
-    Shapes and units: ``expected`` of any shape, floating or integer; infinities must stand in the same places.
+    Shapes and units: ``expected`` of any shape, real, without NaN; infinities must stand in the same places.
 
-    Raises: ExerciseError that names a wrong type, shape, NaN or the place of the largest error.
+    Raises: ExerciseError that names a wrong type, shape, NaN or the place of the largest error; ValueError where
+    ``expected`` holds complex numbers or NaN, or ``rel`` is not finite or negative.
 
     Source: CONTRIBUTING.md.
     """
+    _check_rel(rel)
+    if expected.is_complex() or bool(expected.isnan().any()):
+        raise ValueError(f"expected holds {'complex numbers' if expected.is_complex() else 'NaN'}; it must hold none")
     if not isinstance(value, Tensor):
         raise ExerciseError(f"{what} is of type {type(value).__name__}; it must be a tensor")
     if tuple(value.shape) != tuple(expected.shape):
         raise ExerciseError(f"{what} has shape {list(value.shape)}; it must be {list(expected.shape)}")
-    if value.dtype == torch.bool and expected.dtype != torch.bool:
-        raise ExerciseError(f"{what} holds booleans; it must hold {expected.dtype}")
+    if value.is_complex() or (value.dtype == torch.bool) != (expected.dtype == torch.bool):
+        kind = "booleans" if value.dtype == torch.bool else value.dtype
+        raise ExerciseError(f"{what} holds {kind}; it must hold {expected.dtype}")
     got, want = value.detach().cpu().double(), expected.detach().cpu().double()
     if got.numel() == 0:
         return
@@ -238,12 +255,14 @@ def same_function(
     Shapes and units: ``inputs`` yields tuples of arguments; each function gets a copy of its own. Numbers and tensors
     are compared within ``rel``, lists, tuples and dicts element by element, everything else by equality.
 
-    Raises: ExerciseError that names the arguments of the first difference.
+    Raises: ExerciseError that names the arguments of the first difference; ValueError where there are no inputs.
 
     Source: CONTRIBUTING.md.
     """
-    name = getattr(function, "__name__", "the function")
-    for args in inputs:
+    name, tried = getattr(function, "__name__", "the function"), list(inputs)
+    if not tried:
+        raise ValueError("inputs is empty; a function must be tried on at least one")
+    for args in tried:
         expected = reference(*copy.deepcopy(args))
         shown = ", ".join(_short(a) for a in args)
         _same(function(*copy.deepcopy(args)), expected, rel, f"{name}({shown})")
@@ -251,12 +270,15 @@ def same_function(
 
 def _same(value: Any, expected: Any, rel: float, what: str) -> None:
     if isinstance(expected, Tensor) and expected.ndim:
-        close(value, expected, rel=rel, what=what)
-    elif isinstance(expected, bool) or expected is None or isinstance(expected, str):
+        return close(value, expected, rel=rel, what=what)
+    expected = _element(expected)
+    if isinstance(expected, bool | str):
+        value = _element(value)
+    if isinstance(expected, bool) or expected is None or isinstance(expected, str):
         if type(value) is not type(expected) or value != expected:
             raise ExerciseError(f"{what} is {_short(value)}; it must be {_short(expected)}")
-    elif isinstance(expected, int | float | Tensor):
-        near(value, float(expected) if isinstance(expected, Tensor) else expected, rel, what)
+    elif isinstance(expected, int | float):
+        near(value, expected, rel, what)
     elif isinstance(expected, list | tuple):
         if not isinstance(value, list | tuple) or len(value) != len(expected):
             raise ExerciseError(f"{what} is {_short(value)}; it must be a list of {len(expected)}")
@@ -279,25 +301,45 @@ def _unsolved(answer: Any) -> bool:
     return isinstance(answer, list | tuple | set) and any(_unsolved(v) for v in answer)
 
 
-def _guarded(answer: Any) -> Any:
-    """A plain function whose failures are reported as its own, and whose ``...`` means that it is a stub."""
-    if not isinstance(answer, types.FunctionType | types.MethodType | functools.partial):
-        return answer
-    name = getattr(answer, "__name__", "the function")
+class _Guarded:
+    """A callable whose failures are reported as its own, and whose ``...`` means that it is a stub; else as it is."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.__wrapped__ = answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["__wrapped__"], name)
+
+    def __getitem__(self, key: Any) -> Any:  # a kernel's grid
+        return self.__wrapped__[key]  # type: ignore[index]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            result = answer(*args, **kwargs)
+            result = self.__wrapped__(*args, **kwargs)
         except (ExerciseError, _NotYet):
             raise
         except Exception as error:
+            name = getattr(self.__wrapped__, "__name__", "the function")
             shown = ", ".join([*map(_short, args), *(f"{k}={_short(v)}" for k, v in kwargs.items())])
             raise ExerciseError(f"{name}({shown}) raised {_described(error)}") from error
         if _unsolved(result):
             raise _NotYet
         return result
 
-    return functools.wraps(answer)(call) if hasattr(answer, "__name__") else call
+
+def _guarded(answer: Any) -> Any:
+    return _Guarded(answer) if callable(answer) and not isinstance(answer, type) else answer
+
+
+def _element(value: Any) -> Any:
+    """The element of a tensor or array of one, or of a NumPy scalar, as Python's own; anything else as it is."""
+    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+    return value.item() if hasattr(value, "item") and size == 1 else value
+
+
+def _check_rel(rel: float) -> None:
+    if not 0 <= rel < math.inf:
+        raise ValueError(f"rel is {rel}; it must be a finite number, 0 or more")
 
 
 def _described(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from kvlab import config, costs
 from kvlab.config import MLAConfig, ModelConfig
 from kvlab.costs import Hardware
-from kvlab.exercises import ExerciseError, checker, near
+from kvlab.exercises import ExerciseError, checker, integer, near
 
 
 def _random_config(rng: random.Random, latent: bool) -> ModelConfig:
@@ -86,7 +86,8 @@ def compute_bound_batch(function: Callable[..., Any]) -> None:
                         f"compute_bound_batch gave {value!r} {where}; no batch to 65536 reaches it: None"
                     )
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
+            value = integer(value, f"compute_bound_batch {where}")
+            if not 1 <= value <= 65536:
                 raise ExerciseError(f"compute_bound_batch gave {value!r} {where}; it must be an integer, 1 to 65536")
             if costs.decode(c, 1, value).intensity < card.ridge:
                 raise ExerciseError(f"batch {value} is too small {where}: its intensity is below")
@@ -103,7 +104,8 @@ def longest_context(function: Callable[..., Any]) -> None:
         memory, batch, part = rng.choice([2e9, 24e9, 80e9, 141e9]), rng.choice([1, 3, 16]), rng.choice([0.5, 0.9, 1.0])
         value = function(c, memory, batch, part)
         where = f"for {c.name} ({_shape(c)}), {memory / 1e9:.0f} GB, batch {batch}, utilization {part}"
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        value = integer(value, f"longest_context {where}")
+        if value < 0:
             raise ExerciseError(f"longest_context gave {value!r} {where}; it must be an integer, 0 or more")
         room = memory * part - costs.weight_bytes(c)
         expected = max(0, int(room // (batch * costs.kv_bytes_per_token(c))))

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from kvlab import costs, reference
 from kvlab.config import ModelConfig
-from kvlab.exercises import ExerciseError, checker, near
+from kvlab.exercises import ExerciseError, checker, integer, near, number
 from kvlab.rope import rotate
-
-
-def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _same(value: Any, expected: Tensor, what: str, limit: float = 1e-4) -> None:
@@ -25,6 +21,8 @@ def _same(value: Any, expected: Tensor, what: str, limit: float = 1e-4) -> None:
         raise ExerciseError(f"{what} gave {type(value).__name__}; it must give a tensor {list(expected.shape)}")
     if value.shape != expected.shape:
         raise ExerciseError(f"{what} gave a tensor {list(value.shape)}; it must be {list(expected.shape)}")
+    if value.is_complex() or value.dtype == torch.bool:
+        raise ExerciseError(f"{what} gave a tensor of {value.dtype}; it must hold real numbers")
     difference = (value.double() - expected.double()).abs()
     if difference.isnan().any():
         raise ExerciseError(f"{what} gave NaN: something read a slot that holds none of its tokens")
@@ -36,9 +34,9 @@ def _same(value: Any, expected: Tensor, what: str, limit: float = 1e-4) -> None:
 @checker("01.1")
 def tokens_computed(answer: Any) -> None:
     """(recomputed, cached) tokens of a prompt of 100 and 50 new ones. Raises: ExerciseError.  Source: chapter 01."""
-    if not isinstance(answer, tuple | list) or len(answer) != 2 or not all(_integer(n) for n in answer):
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
         raise ExerciseError(f"answer is {answer!r}; it must be two integers: (recomputed, cached)")
-    recomputed, cached = answer
+    recomputed, cached = (integer(n, what) for n, what in zip(answer, ("recomputed", "cached"), strict=True))
     expected = sum(100 + made for made in range(50)), 100 + 49
     if cached == 150:
         raise ExerciseError("cached: the 50th new token is chosen by the last pass and never computed")
@@ -163,7 +161,7 @@ def flops_saved(function: Callable[..., Any]) -> None:
         cached = sum(costs.forward(c, [n if n == prompt_len else 1], [n]).flops for n in ends)
         what = f"flops_saved for a prompt of {prompt_len} and {new} new tokens"
         if new == 1:
-            if function(c, prompt_len, new) != 0:
+            if number(function(c, prompt_len, new), what) != 0:
                 raise ExerciseError(f"{what}: one new token takes the prompt's pass either way; nothing is saved")
             continue
         near(function(c, prompt_len, new), recomputed - cached, 1e-9, what)

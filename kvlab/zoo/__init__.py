@@ -25,7 +25,14 @@ FOLDER = Path(__file__).parent
 
 
 def _manifest() -> dict[str, str]:
-    return json.loads((FOLDER / "manifest.json").read_text())
+    file = FOLDER / "manifest.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; install kvlab again") from None
+    if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
+        raise ValueError(f"{file} is no object of names and checksums; install kvlab again")
+    return found
 
 
 def _verify(relative: str) -> Path:
@@ -47,7 +54,8 @@ def load(name: str, device: torch.device | str | None = None, dtype: torch.dtype
     Shapes and units: ``name`` is "stdlib-7m" or "stdlib-1m"; ``device`` None is ``runtime.device()``; ``dtype`` None
     is bfloat16 (as stored) on a GPU and float32 on a CPU, where bfloat16 is slow.
 
-    Raises: ValueError for another name, and for a file that is missing or differs from its checksum, naming it.
+    Raises: ValueError for another name, device or dtype, and for a file that is missing or differs from its checksum,
+    naming it.
 
     Source: "The models that ship" in the project's design.
     """
@@ -55,16 +63,24 @@ def load(name: str, device: torch.device | str | None = None, dtype: torch.dtype
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
     from kvlab import checkpoint, runtime  # not at the top: `zoo.held_out()` needs neither
 
+    try:
+        device = runtime.device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; it must be one that torch knows: {error}") from None
     for file in ("config.json", "model.safetensors"):
         _verify(f"{name}/{file}")
-    device = torch.device(device or runtime.device())
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     return checkpoint.load(FOLDER / name, device=device, dtype=dtype)
 
 
 @functools.cache
+def _tokenizer_json() -> str:
+    return _verify("tokenizer.json").read_text(encoding="utf-8")
+
+
 def tokenizer() -> Tokenizer:
-    """The byte-level BPE of 4096 tokens that both models use.
+    """The byte-level BPE of 4096 tokens that both models use; each call makes one of its own, to be set up at will.
 
     Shapes and units: ``encode(text).ids`` gives token ids, ``decode(ids)`` the text again, for any text. Id 0 is
     ``<|endoftext|>``, which stands before each file; written out in a text it is encoded as plain characters.
@@ -75,7 +91,7 @@ def tokenizer() -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
-    loaded = Tokenizer.from_file(str(_verify("tokenizer.json")))
+    loaded = Tokenizer.from_str(_tokenizer_json())
     loaded.encode_special_tokens = True
     return loaded
 
