@@ -244,11 +244,12 @@ class _Group:
         count = min(max(2, 1 + len(stops)) * self.width, scores.numel())
         values, places = scores.flatten().topk(count)
         self.chosen: list[tuple[int, int, float]] = []
+        enough = early is True and len(self.finished) == self.width
         for rank, (score, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
             parent, token = divmod(place, vocab)
             stop = token in stops
             if stop or length == longest:
-                if rank < self.width and not (early is True and len(self.finished) == self.width):
+                if rank < self.width and not enough:
                     tokens = [*self.running[parent][1], token]
                     self.finished.append(Hypothesis(tokens, score / length**penalty, "stop" if stop else "length"))
             elif len(self.chosen) < self.width:

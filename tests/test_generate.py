@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvlab import checkpoint, zoo
 from kvlab.batch import Batch
 from kvlab.cache import CacheFull, NoCache
 from kvlab.config import ModelConfig
-from kvlab.generate import Generation, check_prompt, generate, step, stream
+from kvlab.generate import Generation, beam_search, check_prompt, generate, step, stream
 from kvlab.model import Decoder
 from kvlab.naive import NaiveCache
+from kvlab.paged import PagedCache
 from kvlab.sampling import SamplingParams
 
 CONFIG = ModelConfig("tiny", 3, 32, 4, 2, 16, 48, 101, 40, tie_embeddings=True)
@@ -386,3 +388,112 @@ def test_a_step_can_be_tried_again_after_the_sampler_failed(model):
         assert cache._lengths == lengths
         assert step(model, cache, requests, params) == step(model, fresh, others, params)
         assert len(requests[0].tokens) == at + 1
+
+
+# --- beam search -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return zoo.load("stdlib-1m", dtype=torch.float32), zoo.tokenizer().encode("def heappush(heap, item):\n    ").ids
+
+
+@pytest.fixture(scope="module")
+def hf_copy(shipped, tmp_path_factory):
+    """transformers' own model with the shipped weights."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("hf")
+    checkpoint.save(shipped[0], folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def paged_cache(model):
+    return PagedCache(model.config, 64, 4)
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("stops", "penalty", "early"),
+    [("", 1.0, False), ("common", 1.0, False), ("common", 0.0, "never"), ("common", 2.0, "never"),
+     ("common", 1.0, True), ("three", 1.0, False), ("three", 0.5, True)],
+    ids=str,
+)  # fmt: skip
+def test_beam_search_is_that_of_transformers(shipped, hf_copy, width, stops, penalty, early):
+    model, prompt = shipped
+    newline = zoo.tokenizer().encode("\n").ids[0]
+    ends = {"common": [newline], "three": [newline, *zoo.tokenizer().encode("(.").ids[:2]]}.get(stops, [])
+    found = beam_search(
+        model, paged_cache(model), prompt, width, max_tokens=12, stop_token_ids=ends, length_penalty=penalty,
+        early_stopping=early,
+    )  # fmt: skip
+    ids = torch.tensor([prompt])
+    theirs = hf_copy.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=width, max_new_tokens=12,
+        do_sample=False, length_penalty=penalty, early_stopping=early, eos_token_id=ends or None, pad_token_id=1,
+        return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    rows = [row[len(prompt) :].tolist() for row in theirs.sequences]
+    for hypothesis, row in zip(found, rows, strict=True):
+        assert hypothesis.tokens == row[: len(hypothesis.tokens)]
+        assert set(row[len(hypothesis.tokens) :]) <= {1}  # padding
+        assert hypothesis.finish_reason == ("stop" if hypothesis.tokens[-1] in ends else "length")
+    if width > 1:
+        torch.testing.assert_close(
+            torch.tensor([h.score for h in found]), theirs.sequences_scores, rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_beams_that_share_equal_beams_that_copy(shipped, groups):
+    model, prompt = shipped
+    options = {"max_tokens": 16, "num_groups": groups, "diversity_penalty": 0.7 * (groups > 1)}
+    pages = paged_cache(model)
+    found = beam_search(model, pages, prompt, 4, **options)
+    assert found == beam_search(model, NaiveCache(model.config, 7, 64), prompt, 4, **options)
+    again = beam_search(model, NoCache(model.config), prompt, 4, **options)
+    assert [h.tokens for h in found] == [h.tokens for h in again]
+    assert (pages.manager.pool.num_free, pages.manager.seq_ids) == (64, [])
+    pages.manager.audit()
+    if groups > 1:
+        assert len({h.tokens[0] for h in found}) > 1  # a group avoids what an earlier one has just chosen
+
+
+def test_beams_share_their_blocks(shipped, monkeypatch):
+    model, prompt = shipped
+    pages, seen = paged_cache(model), []
+    prepare = pages.prepare
+
+    def watched(batch):
+        prepare(batch)
+        pages.manager.audit()
+        alone = sum(-(-pages.length(s) // 4) for s in pages.manager.seq_ids)
+        seen.append((len(pages.manager.seq_ids), 64 - pages.manager.pool.num_free, alone))
+
+    monkeypatch.setattr(pages, "prepare", watched)
+    beam_search(model, pages, prompt * 3, 4, max_tokens=10)
+    assert seen[0][0] == 1
+    assert {beams for beams, _, _ in seen[1:]} == {4}
+    assert all(used < alone for _, used, alone in seen[1:])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"beam_width": 0}, {"beam_width": 2.0}, {"max_tokens": 0}, {"num_groups": 3}, {"num_groups": 0}, {"prompt": []},
+     {"diversity_penalty": -1.0}, {"diversity_penalty": float("nan")}, {"early_stopping": "sometimes"},
+     {"stop_token_ids": "ab"}],
+    ids=str,
+)  # fmt: skip
+def test_beam_search_refuses(shipped, bad):
+    model, prompt = shipped
+    with pytest.raises(ValueError):
+        beam_search(**{"model": model, "cache": NoCache(model.config), "prompt": prompt, "beam_width": 4, **bad})
+
+
+def test_a_beam_search_that_runs_out_of_blocks_leaves_nothing_behind(shipped):
+    model, prompt = shipped
+    pages = PagedCache(model.config, 6, 4)
+    pages.prepare(Batch.build([0], [[1, 2, 3]], [0]))
+    with pytest.raises(CacheFull, match="blocks"):
+        beam_search(model, pages, prompt, 4, max_tokens=40)
+    assert (pages.manager.seq_ids, pages.length(0), pages.manager.pool.num_free) == ([0], 3, 5)
+    pages.manager.audit()
