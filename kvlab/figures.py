@@ -422,6 +422,65 @@ def cache_map(cache: Any, ax: Axes | None = None) -> Figure:
     return fig
 
 
+def block_tables(ax: Axes, manager: Any, words: Mapping[int, Sequence[Any]], title: str = "") -> None:
+    """Draw a pool block by block, with what each slot holds, and beside it the table of each sequence.
+
+    Shapes and units: ``manager`` is a ``paged.BlockManager`` of few small blocks; ``words`` gives, for each sequence, a
+    word for each of its tokens. Blocks in several tables are orange, in one blue, free ones grey.
+
+    Raises: ValueError where a sequence has not a word a token.
+
+    Source: chapter 02.
+    """
+    from matplotlib.patches import Rectangle
+
+    pool, size = manager.pool, manager.block_size
+    text: dict[tuple[int, int], str] = {}
+    for seq_id in manager.seq_ids:
+        if len(words.get(seq_id, ())) != manager.length(seq_id):
+            raise ValueError(f"sequence {seq_id} has {manager.length(seq_id)} tokens; words has another number")
+        for i, word in enumerate(words[seq_id]):
+            text[manager.table(seq_id)[i // size], i % size] = str(word)
+    for block in range(pool.num_blocks):
+        owners = pool.ref_count(block)
+        color = EMPTY if owners == 0 else COLORS[1] if owners > 1 else COLORS[0]
+        for slot in range(size):
+            at = (block * (size + 0.5) + slot, 0)
+            ax.add_patch(Rectangle(at, 1, 1, facecolor=color, alpha=0.4, edgecolor="white"))
+            ax.text(at[0] + 0.5, 0.5, text.get((block, slot), ""), ha="center", va="center", fontsize=8)
+        ax.text(block * (size + 0.5) + size / 2, -0.35, str(block), ha="center", va="center", fontsize=8)
+    tables = [f"sequence {s}: {manager.table(s).tolist()}, {manager.length(s)} tokens" for s in manager.seq_ids]
+    for row, line in enumerate(tables):
+        ax.text(0, 1.45 + 0.5 * row, line, fontsize=8.5, va="center")
+    ax.set(xlim=(-0.3, pool.num_blocks * (size + 0.5)), ylim=(-0.7, 1.6 + 0.5 * max(len(tables), 1)))
+    ax.set_title(title)
+    ax.set_axis_off()
+
+
+def memory_map(ax: Axes, states: Sequence[Any], title: str = "") -> None:
+    """Draw what each slot of a memory was at each snapshot: free, reserved and empty, or filled.
+
+    Shapes and units: ``states`` are arrays [slots] of 0, 1 and 2 (``workloads.Run.states``); time runs to the right.
+
+    Raises: ValueError where there are no states.
+
+    Source: chapter 02.
+    """
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    if len(states) == 0:
+        raise ValueError("states is empty; take snapshots while serving")
+    picture = np.stack(states, axis=1)
+    bins = max(1, len(picture) // 512)  # a pixel shows the middle slot of a few
+    ax.imshow(
+        picture[bins // 2 :: bins], aspect="auto", cmap=ListedColormap([EMPTY, COLORS[1], COLORS[0]]), vmin=0, vmax=2,
+        interpolation="nearest", extent=(0, len(states), len(picture), 0),
+    )  # fmt: skip
+    ax.set(title=title, xlabel="snapshot", ylabel="slot")
+    ax.grid(False)
+
+
 def token_boxes(
     ax: Axes,
     rows: Mapping[str, Sequence[Any]],

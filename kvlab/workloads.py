@@ -1,17 +1,17 @@
-"""Streams of requests: how long prompts and answers are, and a cache that serves them without a model.
-
-Chapters 01 and 02 fill their caches with the same stream, so that what they waste can be compared.
-"""
+"""Streams of requests, and memories that serve them without a model, so that what each wastes can be compared."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvlab.batch import Batch
 from kvlab.cache import CacheFull, KVCache
+from kvlab.paged import BlockManager, BlockPool, OutOfBlocks
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,14 @@ class Request:
     new_tokens: int
 
 
-def lognormal(seed: int, count: int, typical: float, spread: float, limit: int = 1024) -> list[Request]:
+def lognormal(
+    seed: int, count: int, typical: float, spread: float, limit: int = 1024, answer: tuple[float, float] | None = None
+) -> list[Request]:
     """Requests whose prompts and answers have log-normal lengths, the same for the same seed.
 
-    Shapes and units: ``typical`` is the median length in tokens, ``spread`` the standard deviation of its logarithm;
-    prompt and answer are each cut at ``limit // 2`` tokens and have at least one.
+    Shapes and units: ``typical`` is the median length in tokens, ``spread`` the standard deviation of its logarithm,
+    for prompts and, unless ``answer`` gives another pair, for answers; each is cut at ``limit // 2`` tokens and has at
+    least one.
 
     Raises: ValueError for a count below 0, a typical length that is not positive, a negative spread, or a limit
     below 2.
@@ -37,12 +40,30 @@ def lognormal(seed: int, count: int, typical: float, spread: float, limit: int =
         raise ValueError(
             f"count {count} and spread {spread} must be 0 or more, typical {typical} positive, limit {limit} 2 or more"
         )
-    rng = random.Random(seed)
+    rng, kinds = random.Random(seed), ((typical, spread), answer or (typical, spread))
     drawn = [
-        [min(limit // 2, max(1, int(rng.lognormvariate(math.log(typical), spread)))) for _ in "pn"]
+        [min(limit // 2, max(1, int(rng.lognormvariate(math.log(median), sigma)))) for median, sigma in kinds]
         for _ in range(count)
     ]
     return [Request(prompt_len, new_tokens) for prompt_len, new_tokens in drawn]
+
+
+def mix(name: str, count: int, seed: int = 0) -> tuple[list[Request], int]:
+    """A named mix of requests and the longest text it may hold (tokens): "chat", "documents" or "mixed" (half of each).
+
+    "chat" has the mean lengths of ShareGPT as Kwon et al. report them, prompts of 161 tokens and answers of 338;
+    "documents" has long prompts, median 6000, and short answers, as in LongBench's summaries.
+
+    Raises: ValueError for another name.  Source: chapter 02; Kwon et al. 2023, Bai et al. 2024.
+    """
+    if name == "chat":
+        return lognormal(seed, count, 161 / math.exp(1.1**2 / 2), 1.1, 2048, (338 / math.exp(0.9**2 / 2), 0.9)), 2048
+    if name == "documents":
+        return lognormal(seed, count, 6000, 0.5, 32768, (200, 0.7)), 32768
+    if name == "mixed":
+        short, long = mix("chat", count, seed)[0], mix("documents", count, seed + 1)[0]
+        return [pair[i % 2] for i, pair in enumerate(zip(short, long, strict=True))], 32768
+    raise ValueError(f'name is {name!r}; it must be "chat", "documents" or "mixed"')
 
 
 @dataclass
@@ -103,3 +124,163 @@ def fill(cache: KVCache, requests: Iterable[Request], steps: int, max_running: i
         usage.running.append(len(running))
         usage.used.append(cache.used_nbytes)
     return usage
+
+
+# --- memories, as slots without tensors -----------------------------------------------------------------------------
+
+FREE, RESERVED, FILLED = 0, 1, 2
+
+
+class Contiguous:
+    """A memory in which a request's slots lie side by side, found by first fit and reserved when it starts.
+
+    Shapes and units: ``slots`` is the size in tokens; ``reserve`` gives the slots to reserve for a request. Ideas for
+    it: the longest text that may come; the next power of two of the length, if somebody knew it.
+
+    Source: chapter 02; the three Orca variants in Kwon et al. 2023.
+    """
+
+    def __init__(self, slots: int, reserve: Callable[[Request], int]) -> None:
+        self.slots, self.reserve = slots, reserve
+        self.spans: dict[int, list[int]] = {}  # id: [start, reserved, filled]
+
+    def start(self, seq_id: int, request: Request) -> bool:
+        """Reserve the first hole that is large enough and fill in the prompt; False where there is none.
+
+        Source: chapter 02.
+        """
+        wanted, at = self.reserve(request), 0
+        for start, reserved, _ in sorted(self.spans.values()):
+            if start - at >= wanted:
+                break
+            at = start + reserved
+        if self.slots - at < wanted:
+            return False
+        self.spans[seq_id] = [at, wanted, request.prompt_len]
+        return True
+
+    def grow(self, seq_id: int) -> bool:
+        """One more token; False past what was reserved. Source: chapter 02."""
+        span = self.spans[seq_id]
+        span[2] += 1
+        return span[2] <= span[1]
+
+    def finish(self, seq_id: int) -> None:
+        """Give the slots back. Source: chapter 02."""
+        del self.spans[seq_id]
+
+    def state(self) -> np.ndarray:
+        """What each slot is, uint8 [slots]: FREE, RESERVED and empty, or FILLED. Source: chapter 02."""
+        state = np.zeros(self.slots, np.uint8)
+        for start, reserved, filled in self.spans.values():
+            state[start : start + reserved] = RESERVED
+            state[start : start + filled] = FILLED
+        return state
+
+
+class Pages:
+    """The same memory in blocks, by the library's own ``paged.BlockManager``.
+
+    Shapes and units: ``slots`` and ``block_size`` in tokens.
+
+    Source: chapter 02.
+    """
+
+    def __init__(self, slots: int, block_size: int) -> None:
+        self.slots, self.manager = slots, BlockManager(BlockPool(slots // block_size, block_size))
+
+    def start(self, seq_id: int, request: Request) -> bool:
+        """Take the prompt's blocks; False where they are not there. Source: chapter 02."""
+        return self._to(seq_id, request.prompt_len)
+
+    def grow(self, seq_id: int) -> bool:
+        """One more token; False where it needs a block and none is free. Source: chapter 02."""
+        return self._to(seq_id, self.manager.length(seq_id) + 1)
+
+    def finish(self, seq_id: int) -> None:
+        """Give the blocks back. Source: chapter 02."""
+        self.manager.free(seq_id)
+
+    def state(self) -> np.ndarray:
+        """What each slot is, uint8 [slots]: FREE, RESERVED and empty, or FILLED. Source: chapter 02."""
+        size = self.manager.block_size
+        state = np.zeros((self.manager.pool.num_blocks, size), np.uint8)
+        for seq_id in self.manager.seq_ids:
+            table, length = self.manager.table(seq_id), self.manager.length(seq_id)
+            state[table] = FILLED
+            if length % size:
+                state[table[-1], length % size :] = RESERVED
+        return state.ravel()
+
+    def _to(self, seq_id: int, length: int) -> bool:
+        try:
+            self.manager.ensure(seq_id, length)
+        except OutOfBlocks:
+            return False
+        self.manager.advance(seq_id, length)
+        return True
+
+
+@dataclass
+class Run:
+    """What a memory held while it served, one entry a step: sequences running, and the share of slots that were FREE,
+    RESERVED and FILLED, [steps, 3]; ``states`` are its slots at each snapshot. Source: chapter 02."""
+
+    running: list[int] = field(default_factory=list)
+    shares: list[tuple[float, float, float]] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
+    finished: int = 0
+    preempted: int = 0
+
+    def mean(self, what: int) -> float:
+        """The mean share of slots that were FREE, RESERVED or FILLED, over the second half of the steps.
+
+        Source: chapter 02."""
+        half = self.shares[len(self.shares) // 2 :]
+        return sum(share[what] for share in half) / len(half)
+
+
+def serve(
+    memory: Contiguous | Pages, requests: Sequence[Request], steps: int, max_running: int | None = None,
+    snapshot_every: int = 0,
+) -> Run:  # fmt: skip
+    """Serve a queue in order, one token a running request and step; a request that does not fit waits at its head.
+
+    A request that can no longer grow goes back to the head of the queue, the newest first.
+
+    Shapes and units: ``steps`` at the most, fewer where the requests run out; ``max_running`` requests at a time.
+
+    Raises: ValueError for a request that does not even fit alone.
+
+    Source: chapter 02.
+    """
+    queue, run, running, seq_id = list(requests)[::-1], Run(), {}, 0  # type: ignore[var-annotated]
+    for step in range(steps):
+        for done in [s for s, (request, made) in running.items() if made == request.new_tokens]:
+            memory.finish(done)
+            del running[done]
+            run.finished += 1
+        while queue and (max_running is None or len(running) < max_running) and memory.start(seq_id, queue[-1]):
+            running[seq_id] = (queue.pop(), 0)
+            seq_id += 1
+        if not running:
+            if queue:
+                raise ValueError(f"{queue[-1]} does not fit into an empty memory of {memory.slots} slots")
+            break
+        for s in list(running):
+            while s in running and not memory.grow(s):
+                newest = max(running)
+                if len(running) == 1:
+                    raise ValueError(f"{running[s][0]} does not fit into an empty memory of {memory.slots} slots")
+                memory.finish(newest)
+                queue.append(running.pop(newest)[0])
+                run.preempted += 1
+            if s in running:
+                running[s] = (running[s][0], running[s][1] + 1)
+        state = memory.state()
+        counts = np.bincount(state, minlength=3) / len(state)
+        run.running.append(len(running))
+        run.shares.append((float(counts[FREE]), float(counts[RESERVED]), float(counts[FILLED])))
+        if snapshot_every and step % snapshot_every == 0:
+            run.states.append(state)
+    return run

@@ -10,6 +10,7 @@ import pytest
 from kvlab import config, costs, figures
 from kvlab.batch import Batch
 from kvlab.naive import NaiveCache
+from kvlab.paged import BlockManager, BlockPool
 
 PNG = b"\x89PNG\r\n"
 
@@ -239,3 +240,33 @@ def test_measured_hardware_is_what_was_recorded():
     assert h200.joules_per_byte > 0 < h200.joules_per_flop
     with pytest.raises(LookupError, match="abacus"):
         figures.measured_hardware("abacus")
+
+
+def test_block_tables_draws_every_block_and_word():
+    from matplotlib.colors import to_hex
+
+    books = BlockManager(BlockPool(4, 2))
+    books.ensure(0, 3)
+    books.advance(0, 3)
+    books.fork(0, 1)
+    books.ensure(1, 4)
+    books.advance(1, 4)
+    _, ax = figures.figure()
+    figures.block_tables(ax, books, {0: "abc", 1: "abcd"}, "title")
+    texts = [t.get_text() for t in ax.texts]
+    assert texts[:3] == ["a", "b", "0"]
+    assert "sequence 1: [0, 2], 4 tokens" in texts
+    colors = [to_hex(p.get_facecolor()) for p in ax.patches[::2]]
+    assert len(set(colors)) == 3  # shared, one owner, free
+    assert colors[1] == colors[2]
+    with pytest.raises(ValueError, match="sequence 1"):
+        figures.block_tables(ax, books, {0: "abc", 1: "abc"})
+
+
+def test_memory_map_shows_states_over_time():
+    _, ax = figures.figure()
+    states = [np.array([0, 1, 2, 2], np.uint8), np.array([2, 2, 0, 0], np.uint8)]
+    figures.memory_map(ax, states, "pool")
+    assert ax.images[0].get_array().tolist() == [[0, 2], [1, 2], [2, 0], [2, 0]]
+    with pytest.raises(ValueError, match="states"):
+        figures.memory_map(ax, [])

@@ -367,10 +367,10 @@ def test_the_paged_cache_passes(case, block_size):
 @needs_triton
 @pytest.mark.parametrize("case", testing.CACHES[:12], ids=lambda case: case.name)
 def test_the_paged_cache_passes_by_its_kernels(case):
-    before = runtime.launches["_paged_attention"], runtime.launches["_reshape_and_cache"]
+    before = runtime.launches["paged_attention_kernel"], runtime.launches["reshape_and_cache_kernel"]
     testing.run_cache_case(lambda *a, **k: make_paged(*a, **k, **KERNEL), case, device=ON)
-    assert runtime.launches["_paged_attention"] > before[0]
-    assert runtime.launches["_reshape_and_cache"] > before[1]
+    assert runtime.launches["paged_attention_kernel"] > before[0]
+    assert runtime.launches["reshape_and_cache_kernel"] > before[1]
 
 
 def test_a_refused_batch_changes_nothing():
@@ -472,9 +472,9 @@ def test_the_model_writes_the_same_text_through_pages():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", testing.cases(ON), ids=lambda case: case.name)
 def test_the_kernel_passes(case, dtype):
-    before = runtime.launches["_paged_attention"]
+    before = runtime.launches["paged_attention_kernel"]
     testing.check_attention(paged.attention, case, dtype=dtype, device=ON, **KERNEL)
-    assert runtime.launches["_paged_attention"] > before or case.name == "nothing to do"
+    assert runtime.launches["paged_attention_kernel"] > before or case.name == "nothing to do"
 
 
 @pytest.mark.parametrize("case", testing.cases(ON), ids=lambda case: case.name)
@@ -625,7 +625,7 @@ def test_bugs_in_the_kernel_are_caught():
         for case in few:
             testing.check_attention(attention, case, **KERNEL)
 
-    testing.assert_caught(check, paged._kernels._paged_attention, BUGS, give="attention")
+    testing.assert_caught(check, paged._kernels.paged_attention_kernel, BUGS, give="attention")
 
 
 @needs_triton
@@ -641,7 +641,7 @@ def test_bugs_in_the_copy_are_caught():
         assert torch.equal(room.flatten(1, 2), want)
 
     testing.assert_caught(
-        check, paged._kernels._reshape_and_cache,
+        check, paged._kernels.reshape_and_cache_kernel,
         {
             "padding overwrites the last slot": ("if slot >= 0:", "if slot >= -1:"),
             "offset lost": ("offset * kc_slot", "0 * kc_slot"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
@@ -56,3 +57,64 @@ def test_a_request_that_never_fits_is_named():
         workloads.fill(NaiveCache(TOY, 1, 16), [Request(17, 1)], steps=2)
     with pytest.raises(ValueError, match="steps is -1"):
         workloads.fill(NaiveCache(TOY, 1, 16), [], steps=-1)
+
+
+# --- memories without tensors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "prompts"), [("chat", 161), ("documents", 6000 * math.exp(0.125))])
+def test_mixes_have_the_lengths_they_are_named_for(name, prompts):
+    requests, longest = workloads.mix(name, 20_000)
+    assert statistics.mean(r.prompt_len for r in requests) == pytest.approx(prompts, rel=0.06)
+    assert max(r.prompt_len + r.new_tokens for r in requests) <= longest
+    with pytest.raises(ValueError, match="poems"):
+        workloads.mix("poems", 3)
+
+
+def test_half_of_a_mixed_queue_is_chat():
+    mixed, longest = workloads.mix("mixed", 100)
+    assert mixed[::2] == workloads.mix("chat", 100)[0][::2]
+    assert longest == workloads.mix("documents", 1)[1]
+
+
+def test_first_fit_takes_the_first_hole_that_is_large_enough():
+    memory = workloads.Contiguous(10, lambda r: r.prompt_len + r.new_tokens)
+    assert [memory.start(i, Request(n, 1)) for i, n in enumerate((2, 1, 2, 3))] == [True, True, True, False]
+    assert memory.state().tolist() == [2, 2, 1, 2, 1, 2, 2, 1, 0, 0]
+    memory.finish(0)
+    assert not memory.start(3, Request(3, 1))  # 3 + 2 slots are free, and no 4 of them in a row
+    assert memory.start(4, Request(1, 1))
+    assert memory.spans[4][0] == 0
+    assert [memory.grow(4), memory.grow(4)] == [True, False]
+
+
+def test_pages_waste_the_rest_of_a_block_only():
+    memory = workloads.Pages(12, 4)
+    assert memory.start(0, Request(5, 1))
+    assert sorted(memory.state().tolist()) == [0] * 4 + [1] * 3 + [2] * 5
+    assert memory.start(1, Request(4, 1))
+    assert [memory.grow(0), memory.grow(1)] == [True, False]
+    memory.finish(0)
+    assert memory.grow(1)
+    memory.manager.audit()
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_serving_finishes_every_request_once(pages):
+    requests = workloads.lognormal(5, 30, typical=6, spread=0.5, limit=32)
+    memory = workloads.Pages(64, 4) if pages else workloads.Contiguous(64, lambda r: 32)
+    run = workloads.serve(memory, requests, steps=10_000, snapshot_every=5)
+    assert run.finished == 30
+    assert not memory.state().any()
+    assert all(sum(shares) == pytest.approx(1) for shares in run.shares)
+    assert len(run.states) == -(-len(run.shares) // 5)
+    assert (run.preempted > 0) == pages  # pages admit more than can grow
+    few = workloads.serve(type(memory)(64, 4) if pages else memory, requests, 40, max_running=1)
+    assert set(few.running) == {1}
+
+
+def test_a_request_that_does_not_fit_alone_is_named():
+    with pytest.raises(ValueError, match="prompt_len=70"):
+        workloads.serve(workloads.Pages(64, 4), [Request(70, 1)], 3)
+    with pytest.raises(ValueError, match="new_tokens=90"):
+        workloads.serve(workloads.Pages(64, 4), [Request(3, 90)], 200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvlab import paged, reference
 from kvlab.bench import Record, Session, measure, rotations
+from kvlab.bench._session import device_name
 from kvlab.paged import BlockManager, BlockPool
 
 Shape = dict[str, int | float | str]
@@ -30,8 +32,8 @@ def run(session: Session) -> Iterator[Record]:
 
     Source: chapter 02.
     """
-    yield from _pools(session)
-    yield from _waste(session)
+    for record in (*_pools(session), *_waste(session)):  # the host's work, whatever the session's device
+        yield replace(record, device=device_name(torch.device("cpu")), driver=None)
     yield from _writes(session)
     yield from _decodes(session)
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from kvlab.paged._blocks import BlockManager, BlockPool, OutOfBlocks
 from kvlab.paged._cache import PagedCache
-from kvlab.paged._kernels import attention, from_flashinfer, gather, reshape_and_cache, to_flashinfer
+from kvlab.paged._kernels import (
+    attention,
+    from_flashinfer,
+    gather,
+    paged_attention_kernel,
+    reshape_and_cache,
+    reshape_and_cache_kernel,
+    to_flashinfer,
+)
 
 __all__ = [
     "BlockManager",
@@ -18,6 +26,8 @@ __all__ = [
     "attention",
     "from_flashinfer",
     "gather",
+    "paged_attention_kernel",
     "reshape_and_cache",
+    "reshape_and_cache_kernel",
     "to_flashinfer",
 ]

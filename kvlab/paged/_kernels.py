@@ -14,11 +14,12 @@ from kvlab.runtime import cap, counted, dot, finish, key_range, load_rows, tl, t
 
 @counted
 @triton.jit
-def _reshape_and_cache(
+def reshape_and_cache_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_ptr,
     k_token, k_head, v_token, v_head, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head,
     BLOCK_SIZE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Copy one token's keys and values to its slot: one program a token. Source: chapter 02."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if slot >= 0:  # -1 is padding: nothing is written
@@ -83,7 +84,7 @@ def reshape_and_cache(
         v_cache[block, offset] = v[written].to(v_cache.dtype)
         return
     width = triton.next_power_of_2(k.shape[1] * max(k.shape[2], v.shape[2]))
-    _reshape_and_cache[(k.shape[0],)](
+    reshape_and_cache_kernel[(k.shape[0],)](
         k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
         *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], H=k.shape[1], D=k.shape[2], DV=v.shape[2], WIDTH=width,
         num_warps=max(1, min(8, width // 256)),
@@ -113,7 +114,7 @@ def gather(cache: Tensor, block_table: Tensor, seqused_k: Tensor, max_seqlen_k: 
 
 @counted
 @triton.jit
-def _paged_attention(
+def paged_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, cu_ptr, used_ptr, sink_ptr, tree_ptr, scale, softcap,
     q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, o_token, o_head, lse_head, table_row,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr,
@@ -121,7 +122,10 @@ def _paged_attention(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, TREE: tl.constexpr,
     LSE: tl.constexpr,
 ):  # fmt: skip
-    # One program: QUERIES new tokens of one sequence, all GROUP query heads of one KV head, against all its keys.
+    """QUERIES new tokens of a sequence, with the GROUP query heads of one KV head, against all keys they see.
+
+    Source: chapter 02.
+    """
     tile, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(cu_ptr + seq)
     q_len = tl.load(cu_ptr + seq + 1) - first
@@ -226,7 +230,7 @@ def attention(
     grid = (triton.cdiv(total_q if max_seqlen_q is None else max_seqlen_q, queries), kv_heads, batch)
     wide, wide_v = (max(16, triton.next_power_of_2(x)) for x in (head_dim, v_dim))
     if min(grid) > 0 and total_q > 0:
-        _paged_attention[grid](
+        paged_attention_kernel[grid](
             q, k_cache, v_cache, out, lse, block_table, cu_seqlens_q, seqused_k, sinks, tree_mask, scale, softcap,
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
             lse.stride(0) if lse is not None else 0, block_table.stride(0), GROUP=group, D=head_dim, DV=v_dim,
