@@ -95,7 +95,14 @@ class BlockPool:
 
         Source: chapter 02; vLLM frees in the same order.
         """
-        refs, freed, done = self._refs, list(reversed(blocks)), 0
+        refs = self._refs
+        if len(blocks) == 1:  # the commonest call, without the loop
+            block = blocks[0]
+            if type(block) is int and 0 <= block < self.num_blocks and refs[block] == 1:
+                refs[block] = 0
+                self._free.append(block)
+                return
+        freed, done = list(reversed(blocks)), 0
         try:
             if freed and min(freed) < 0:
                 raise IndexError
