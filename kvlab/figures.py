@@ -450,7 +450,7 @@ def block_tables(ax: Axes, manager: Any, words: Mapping[int, Sequence[Any]], tit
             ax.text(at[0] + 0.5, 0.5, text.get((block, slot), ""), ha="center", va="center", fontsize=8)
         ax.text(block * (size + 0.5) + size / 2, -0.35, str(block), ha="center", va="center", fontsize=8)
     tables = [f"sequence {s}: {manager.table(s).tolist()}, {manager.length(s)} tokens" for s in manager.seq_ids]
-    for row, line in enumerate(tables):
+    for row, line in enumerate(reversed(tables)):
         ax.text(0, 1.45 + 0.5 * row, line, fontsize=8.5, va="center")
     ax.set(xlim=(-0.3, pool.num_blocks * (size + 0.5)), ylim=(-0.7, 1.6 + 0.5 * max(len(tables), 1)))
     ax.set_title(title)

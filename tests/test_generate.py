@@ -395,7 +395,9 @@ def test_a_step_can_be_tried_again_after_the_sampler_failed(model):
 
 @pytest.fixture(scope="module")
 def shipped():
-    return zoo.load("stdlib-1m", device="cpu", dtype=torch.float32), zoo.tokenizer().encode("def heappush(heap, item):\n    ").ids
+    return zoo.load("stdlib-1m", device="cpu", dtype=torch.float32), zoo.tokenizer().encode(
+        "def heappush(heap, item):\n    "
+    ).ids
 
 
 @pytest.fixture(scope="module")

@@ -234,7 +234,7 @@ def attention(
             q, k_cache, v_cache, out, lse, block_table, cu_seqlens_q, seqused_k, sinks, tree_mask, scale, softcap,
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
             lse.stride(0) if lse is not None else 0, block_table.stride(0), GROUP=group, D=head_dim, DV=v_dim,
-            BLOCK_SIZE=k_cache.shape[1], QUERIES=queries, M=rows, N=32 if wide > 128 else 64, WIDE_D=wide,
+            BLOCK_SIZE=k_cache.shape[1], QUERIES=queries, M=rows, N=8192 // max(wide, 64), WIDE_D=wide,
             WIDE_DV=wide_v, CAUSAL=causal, LEFT=window_size[0], RIGHT=window_size[1], CAP=softcap > 0,
             SINKS=sinks is not None, TREE=tree_mask is not None, LSE=return_lse, num_warps=4,
         )  # fmt: skip
