@@ -472,9 +472,9 @@ def memory_map(ax: Axes, states: Sequence[Any], title: str = "") -> None:
     if len(states) == 0:
         raise ValueError("states is empty; take snapshots while serving")
     picture = np.stack(states, axis=1)
-    bins = max(1, len(picture) // 512)  # a pixel shows the middle slot of a few
+    rows = np.unique(np.linspace(0, len(picture) - 1, min(len(picture), 499)).astype(int))  # a pixel is one slot
     ax.imshow(
-        picture[bins // 2 :: bins], aspect="auto", cmap=ListedColormap([EMPTY, COLORS[1], COLORS[0]]), vmin=0, vmax=2,
+        picture[rows], aspect="auto", cmap=ListedColormap([EMPTY, COLORS[1], COLORS[0]]), vmin=0, vmax=2,
         interpolation="nearest", extent=(0, len(states), len(picture), 0),
     )  # fmt: skip
     ax.set(title=title, xlabel="snapshot", ylabel="slot")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -169,6 +170,10 @@ class Contiguous:
         """Give the slots back. Source: chapter 02."""
         del self.spans[seq_id]
 
+    def counts(self) -> tuple[int, int]:
+        """Slots reserved, and slots of these that hold a token. Source: chapter 02."""
+        return sum(span[1] for span in self.spans.values()), sum(span[2] for span in self.spans.values())
+
     def state(self) -> np.ndarray:
         """What each slot is, uint8 [slots]: FREE, RESERVED and empty, or FILLED. Source: chapter 02."""
         state = np.zeros(self.slots, np.uint8)
@@ -195,7 +200,11 @@ class Pages:
 
     def grow(self, seq_id: int) -> bool:
         """One more token; False where it needs a block and none is free. Source: chapter 02."""
-        return self._to(seq_id, self.manager.length(seq_id) + 1)
+        length = self.manager.length(seq_id)
+        if length % self.manager.block_size:  # the last block has room
+            self.manager.advance(seq_id, length + 1)
+            return True
+        return self._to(seq_id, length + 1)
 
     def finish(self, seq_id: int) -> None:
         """Give the blocks back. Source: chapter 02."""
@@ -211,6 +220,12 @@ class Pages:
             if length % size:
                 state[table[-1], length % size :] = RESERVED
         return state.ravel()
+
+    def counts(self) -> tuple[int, int]:
+        """Slots taken, and slots of these that hold a token. Source: chapter 02."""
+        pool = self.manager.pool
+        filled = sum(map(self.manager.length, self.manager.seq_ids))
+        return (pool.num_blocks - pool.num_free) * pool.block_size, filled
 
     def _to(self, seq_id: int, length: int) -> bool:
         try:
@@ -238,6 +253,12 @@ class Run:
         Source: chapter 02."""
         half = self.shares[len(self.shares) // 2 :]
         return sum(share[what] for share in half) / len(half)
+
+    @property
+    def at_once(self) -> float:
+        """The mean number of requests running, over the second half of the steps. Source: chapter 02."""
+        half = self.running[len(self.running) // 2 :]
+        return sum(half) / len(half)
 
 
 def serve(
@@ -277,10 +298,36 @@ def serve(
                 run.preempted += 1
             if s in running:
                 running[s] = (running[s][0], running[s][1] + 1)
-        state = memory.state()
-        counts = np.bincount(state, minlength=3) / len(state)
+        taken, filled = memory.counts()
         run.running.append(len(running))
-        run.shares.append((float(counts[FREE]), float(counts[RESERVED]), float(counts[FILLED])))
+        run.shares.append((1 - taken / memory.slots, (taken - filled) / memory.slots, filled / memory.slots))
         if snapshot_every and step % snapshot_every == 0:
-            run.states.append(state)
+            run.states.append(memory.state())
     return run
+
+
+def random_history(seed: int, steps: int, num_blocks: int = 40, block_size: int = 3) -> Iterator[BlockManager]:
+    """A ``paged.BlockManager`` after each step of a random history of append, fork, truncate and free.
+
+    Shapes and units: ``steps`` counts operations; an append that finds no block is left out.
+
+    Source: chapter 02.
+    """
+    rng, books, ids = random.Random(seed), BlockManager(BlockPool(num_blocks, block_size)), itertools.count()
+    for _ in range(steps):
+        known = books.seq_ids
+        pick = rng.choice(known) if known else None
+        action = rng.choice(("append", "fork", "truncate", "free"))
+        if pick is None or action == "append":
+            seq_id = next(ids) if pick is None or rng.random() < 0.3 else pick
+            length = books.length(seq_id) + rng.randint(1, 7)
+            if books.can_ensure(seq_id, length):
+                books.ensure(seq_id, length)
+                books.advance(seq_id, length)
+        elif action == "fork":
+            books.fork(pick, next(ids))
+        elif action == "truncate":
+            books.truncate(pick, rng.randint(0, books.length(pick)))
+        else:
+            books.free(pick)
+        yield books

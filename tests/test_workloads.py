@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 
 from kvlab import config, workloads
@@ -106,7 +107,9 @@ def test_serving_finishes_every_request_once(pages):
     run = workloads.serve(memory, requests, steps=10_000, snapshot_every=5)
     assert run.finished == 30
     assert not memory.state().any()
-    assert all(sum(shares) == pytest.approx(1) for shares in run.shares)
+    for shares, state in zip(run.shares[::5], run.states, strict=True):
+        assert shares == pytest.approx(tuple(np.bincount(state, minlength=3) / 64))
+    assert run.at_once == statistics.mean(run.running[len(run.running) // 2 :])
     assert len(run.states) == -(-len(run.shares) // 5)
     assert (run.preempted > 0) == pages  # pages admit more than can grow
     few = workloads.serve(type(memory)(64, 4) if pages else memory, requests, 40, max_running=1)
@@ -118,3 +121,13 @@ def test_a_request_that_does_not_fit_alone_is_named():
         workloads.serve(workloads.Pages(64, 4), [Request(70, 1)], 3)
     with pytest.raises(ValueError, match="new_tokens=90"):
         workloads.serve(workloads.Pages(64, 4), [Request(3, 90)], 200)
+
+
+def test_a_random_history_uses_every_operation_and_keeps_its_books():
+    seen, shared = set(), False
+    for books in workloads.random_history(seed=1, steps=200):
+        books.audit()
+        seen.update(books.seq_ids)
+        shared |= any(books.pool.ref_count(b) > 1 for s in books.seq_ids for b in books.table(s))
+    assert len(seen) > 20
+    assert shared
