@@ -213,7 +213,8 @@ class Hypothesis:
     """One text that beam search found.
 
     Shapes and units: ``tokens`` holds the new token ids; ``score`` is the sum of their log-probabilities divided by
-    their number to the power of the length penalty; ``finish_reason`` is "stop" or "length".
+    their number to the power of the length penalty (with groups, less the diversity penalties);
+    ``finish_reason`` is "stop" or "length".
 
     Source: chapter 02.
     """
@@ -244,16 +245,20 @@ class _Group:
         count = min(max(2, 1 + len(stops)) * self.width, scores.numel())
         values, places = scores.flatten().topk(count)
         self.chosen: list[tuple[int, int, float]] = []
+        self.picked: list[int] = []  # tokens of the candidates that went on or finished
         enough = early is True and len(self.finished) == self.width
         for rank, (score, place) in enumerate(zip(values.tolist(), places.tolist(), strict=True)):
             parent, token = divmod(place, vocab)
             stop = token in stops
             if stop or length == longest:
+                if rank < self.width:
+                    self.picked.append(token)
                 if rank < self.width and not enough:
                     tokens = [*self.running[parent][1], token]
                     self.finished.append(Hypothesis(tokens, score / length**penalty, "stop" if stop else "length"))
             elif len(self.chosen) < self.width:
                 self.chosen.append((parent, token, score))
+                self.picked.append(token)
         self.finished = sorted(self.finished, key=lambda h: -h.score)[: self.width]
         full = len(self.finished) == self.width
         if not self.chosen or (full and early is True):
@@ -287,7 +292,8 @@ def beam_search(
     Shapes and units: ``prompt`` is a list of token ids, the result's tokens are the new ones. ``early_stopping`` is
     True (stop with ``beam_width`` finished texts), False (stop when the best running one is worse than all finished,
     by its present length) or "never" (by its greatest possible length). Sequence ids that the cache does not hold are
-    used and freed. A cache that cannot share needs room for 2 · beam_width - 1 sequences.
+    used and freed. A text also ends where a sequence of the cache holds no more (``cache.max_seq_len``). A cache that
+    cannot share needs room for 2 · beam_width - 1 sequences.
 
     Raises: ValueError for a bad prompt, a width or length under 1, groups that do not divide the width, a negative
     diversity penalty, or another ``early_stopping``; CacheFull. The cache is then as before.
@@ -295,18 +301,25 @@ def beam_search(
     Source: chapter 02; Hugging Face's ``_beam_search``, and Vijayakumar et al. 2016 for the groups.
     """
     prompt, stops = check_prompt(model, prompt), as_ints(stop_token_ids, "stop_token_ids")
+    row = getattr(cache, "max_seq_len", None)
+    if row is not None and len(prompt) > row:
+        raise ValueError(f"prompt has {len(prompt)} tokens; a sequence of this cache holds {row} at most (max_seq_len)")
     beam_width, max_tokens = as_int(beam_width, "beam_width"), as_int(max_tokens, "max_tokens")
     num_groups = as_int(num_groups, "num_groups")
     if beam_width < 1 or max_tokens < 1:
         raise ValueError(f"beam_width is {beam_width} and max_tokens {max_tokens}; both must be 1 or more")
-    if num_groups < 1 or beam_width % num_groups or not diversity_penalty >= 0:
-        raise ValueError(
-            f"num_groups is {num_groups} and diversity_penalty {diversity_penalty}; the first must divide beam_width, "
-            f"{beam_width}, and the second be 0 or more"
-        )
-    if early_stopping not in (True, False, "never"):
+    numbers = (("length_penalty", length_penalty, -100), ("diversity_penalty", diversity_penalty, 0))
+    for name, value, least in numbers:
+        right = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= 100_000
+        if not right or (name == "length_penalty" and value > 100):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number, {least} or more and not huge")
+    if num_groups < 1 or beam_width % num_groups:
+        raise ValueError(f"num_groups is {num_groups}; it must divide beam_width, {beam_width}")
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f'early_stopping is {early_stopping!r}; it must be True, False or "never"')
     longest = min(max_tokens, model.config.max_seq_len - len(prompt))
+    if row is not None:
+        longest = min(longest, row + 1 - len(prompt))  # the last token need not be stored
     unused = (n for n in itertools.count() if not _known(cache, n))
     held = {next(unused)}
     groups = [_Group(beam_width // num_groups, min(held)) for _ in range(num_groups)]
@@ -317,15 +330,20 @@ def beam_search(
             texts = {seq_id: [*prompt, *tokens] for seq_id, tokens, _ in running}
             past = [cache.length(s) for s in ids]
             batch = Batch.build(ids, [texts[s][p:] for s, p in zip(ids, past, strict=True)], past, device=model.device)
-            log_probs = dict(zip(ids, model(batch, cache).log_softmax(dim=1), strict=True))
+            scores = model(batch, cache).log_softmax(dim=1)
+            if bool(scores.isnan().any()):
+                raise ValueError(f"the logits of a beam at position {len(prompt) + len(running[0][1])} are not finite")
+            log_probs = dict(zip(ids, scores, strict=True))
             taken = torch.zeros(model.config.vocab_size, device=model.device)
             for group in groups:
                 if group.open:
                     rows = torch.stack([log_probs[s] for s, _, _ in group.running])
                     totals = torch.tensor([score for _, _, score in group.running], device=rows.device)
-                    scores = rows + totals[:, None] - diversity_penalty * taken
+                    scores = rows + totals[:, None]
+                    if diversity_penalty:
+                        scores = scores - diversity_penalty * taken
                     group.advance(scores, stops, longest, length_penalty, early_stopping)
-                    for _, token, _ in group.chosen:
+                    for token in group.picked:
                         taken[token] += 1
             _inherit(cache, groups, held, unused)
     finally:

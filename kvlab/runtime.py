@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import sys
 import warnings
@@ -338,8 +339,15 @@ def key_range(q_start, q_count, q_len, kv_len, CAUSAL: tl.constexpr, LEFT: tl.co
 
 @triton.jit
 def cap(scores, softcap):
-    """softcap · tanh(scores / softcap), through exp, which every machine has; any shape. Source: Gemma 2, 2024."""
-    return softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+    """softcap · tanh(scores / softcap), by its series near 0 and through exp elsewhere; any shape.
+
+    Source: Gemma 2, 2024; the series of tanh.
+    """
+    x = scores / softcap
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # loses digits where x is small
+    return softcap * tl.where(square < 0.09, near, far)
 
 
 @triton.jit
@@ -358,7 +366,8 @@ def finish(acc, total, peak):
 
 def check_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
+    max_seqlen_q: int | None = None, softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, sinks: Tensor | None = None,
     tree_mask: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Refuse arguments of the one attention signature that do not fit together, before anything is launched.
@@ -390,6 +399,7 @@ def check_attention(
     need(q.is_floating_point(), "q", q.dtype, "a floating-point tensor")
     need(q.stride(2) == 1 or q.shape[2] < 2, "q", f"strided by {q.stride(2)} within a head", "contiguous there")
     heads, kv_heads = q.shape[1], k_cache.shape[2]
+    need(heads > 0 and q.shape[2] > 0, "q", f"of shape {list(q.shape)}", "of one head and one number or more")
     need(
         k_cache.shape[:3] == v_cache.shape[:3],
         "v_cache",
@@ -453,23 +463,56 @@ def check_attention(
             f"on {other.device if other is not None else ''}",
             f"on {q.device}, as q",
         )
-    need(len(window_size) == 2 and min(window_size) >= -1, "window_size", window_size, "(left, right), each -1 or more")
-    need(softcap >= 0 and softcap < float("inf"), "softcap", softcap, "a finite number, 0 (off) or more")
-    require_no_grad(q, k_cache, v_cache)
+    wide = isinstance(window_size, tuple | list) and len(window_size) == 2
+    need(
+        wide and all(_is_number(w, int) and w >= -1 for w in window_size),
+        "window_size",
+        window_size,
+        "two integers, -1 or more",
+    )
+    need(_is_number(softcap) and softcap >= 0, "softcap", softcap, "a finite number, 0 (off) or more")
+    need(softmax_scale is None or _is_number(softmax_scale), "softmax_scale", softmax_scale, "a finite number or None")
+    if max_seqlen_q is not None:
+        right = _is_number(max_seqlen_q, int) and max_seqlen_q >= 0 and max_seqlen_q * batch >= q.shape[0]
+        need(
+            right,
+            "max_seqlen_q",
+            max_seqlen_q,
+            f"an integer that bounds the {q.shape[0]} new tokens of {batch} sequences",
+        )
+    require_no_grad(q, k_cache, v_cache, sinks, out)
     if CHECK:
-        _check_contents(k_cache.shape[0], k_cache.shape[1], q.shape[0], block_table, cu_seqlens_q, seqused_k)
+        check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask is not None)
 
 
-def _check_contents(
-    num_blocks: int, block_size: int, total_q: int, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor
+def _is_number(value: object, kind: type = float) -> bool:
+    wanted = int if kind is int else (int, float)
+    return isinstance(value, wanted) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def check_contents(
+    k_cache: Tensor, total_q: int, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, tree: bool
 ) -> None:
+    """Refuse an attention call whose tables and lengths do not fit; reads the device, and so waits for it.
+
+    Shapes and units: as ``check_attention``; ``tree`` says whether there is a tree mask.
+
+    Raises: ValueError that names the argument and the sequence.
+
+    Source: chapter 02.
+    """
+    num_blocks, block_size = k_cache.shape[:2]
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     if starts[0] != 0 or starts[-1] != total_q or any(b < a for a, b in itertools.pairwise(starts)):
         raise ValueError(f"cu_seqlens_q is {starts}; it must rise from 0 to total_q, {total_q}")
     for b, length in enumerate(lengths):
-        needed = -(-length // block_size)
+        needed, new = -(-length // block_size), starts[b + 1] - starts[b]
         if length < 0 or needed > block_table.shape[1]:
             raise ValueError(f"seqused_k[{b}] is {length}; it must be 0 to {block_table.shape[1] * block_size}")
+        if tree and length and new > min(63, length):
+            raise ValueError(
+                f"sequence {b} has {new} new tokens of {length} in a tree; a tree holds 63 at most, all of them"
+            )
         pages = block_table[b, :needed].tolist()
         if pages and not 0 <= min(pages) <= max(pages) < num_blocks:
             raise ValueError(f"block_table[{b}] begins {pages}; its pages must be 0 to {num_blocks - 1}")

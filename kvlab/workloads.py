@@ -10,17 +10,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvlab.batch import Batch
+from kvlab.batch import Batch, as_int
 from kvlab.cache import CacheFull, KVCache
 from kvlab.paged import BlockManager, BlockPool, OutOfBlocks
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request: a prompt of ``prompt_len`` tokens that is answered with ``new_tokens``. Source: chapter 01."""
+    """One request: a prompt of ``prompt_len`` tokens that is answered with ``new_tokens``.
+
+    Raises: ValueError where one of them is under 1 or no integer.  Source: chapter 01.
+    """
 
     prompt_len: int
     new_tokens: int
+
+    def __post_init__(self) -> None:
+        if as_int(self.prompt_len, "prompt_len") < 1 or as_int(self.new_tokens, "new_tokens") < 1:
+            raise ValueError(
+                f"prompt_len is {self.prompt_len} and new_tokens {self.new_tokens}; both must be 1 or more"
+            )
 
 
 def lognormal(
@@ -37,10 +46,12 @@ def lognormal(
 
     Source: chapter 01.
     """
-    if count < 0 or not typical > 0 or spread < 0 or limit < 2:
-        raise ValueError(
-            f"count {count} and spread {spread} must be 0 or more, typical {typical} positive, limit {limit} 2 or more"
-        )
+    for median, sigma in ((typical, spread), answer or (typical, spread)):
+        if as_int(count, "count") < 0 or not 0 < median < math.inf or not 0 <= sigma < 10 or as_int(limit, "limit") < 2:
+            raise ValueError(
+                f"count {count} must be 0 or more, median {median} positive and finite, spread {sigma} 0 to 10 and "
+                f"limit {limit} 2 or more"
+            )
     rng, kinds = random.Random(seed), ((typical, spread), answer or (typical, spread))
     drawn = [
         [min(limit // 2, max(1, int(rng.lognormvariate(math.log(median), sigma)))) for median, sigma in kinds]
@@ -148,9 +159,13 @@ class Contiguous:
     def start(self, seq_id: int, request: Request) -> bool:
         """Reserve the first hole that is large enough and fill in the prompt; False where there is none.
 
-        Source: chapter 02.
+        Raises: ValueError for a known id, or where ``reserve`` gives less than the prompt.  Source: chapter 02.
         """
         wanted, at = self.reserve(request), 0
+        if seq_id in self.spans or wanted < request.prompt_len:
+            raise ValueError(
+                f"sequence {seq_id} is known, or {wanted} slots are reserved for {request}: fewer than its prompt"
+            )
         for start, reserved, _ in sorted(self.spans.values()):
             if start - at >= wanted:
                 break
@@ -192,7 +207,8 @@ class Pages:
     """
 
     def __init__(self, slots: int, block_size: int) -> None:
-        self.slots, self.manager = slots, BlockManager(BlockPool(slots // block_size, block_size))
+        self.manager = BlockManager(BlockPool(slots // block_size, block_size))
+        self.slots = self.manager.pool.num_blocks * block_size
 
     def start(self, seq_id: int, request: Request) -> bool:
         """Take the prompt's blocks; False where they are not there. Source: chapter 02."""
@@ -250,13 +266,19 @@ class Run:
     def mean(self, what: int) -> float:
         """The mean share of slots that were FREE, RESERVED or FILLED, over the second half of the steps.
 
-        Source: chapter 02."""
+        Raises: ValueError where nothing ran.  Source: chapter 02."""
+        if not self.shares:
+            raise ValueError("no step was served; there is no mean")
         half = self.shares[len(self.shares) // 2 :]
         return sum(share[what] for share in half) / len(half)
 
     @property
     def at_once(self) -> float:
-        """The mean number of requests running, over the second half of the steps. Source: chapter 02."""
+        """The mean number of requests running, over the second half of the steps.
+
+        Raises: ValueError where nothing ran.  Source: chapter 02."""
+        if not self.running:
+            raise ValueError("no step was served; there is no mean")
         half = self.running[len(self.running) // 2 :]
         return sum(half) / len(half)
 
@@ -271,10 +293,12 @@ def serve(
 
     Shapes and units: ``steps`` at the most, fewer where the requests run out; ``max_running`` requests at a time.
 
-    Raises: ValueError for a request that does not even fit alone.
+    Raises: ValueError for a request that does not even fit alone, or steps or max_running that are too small.
 
     Source: chapter 02.
     """
+    if steps < 0 or (max_running is not None and max_running < 1):
+        raise ValueError(f"steps is {steps} and max_running {max_running}; they must be 0 and 1 or more")
     queue, run, running, seq_id = list(requests)[::-1], Run(), {}, 0  # type: ignore[var-annotated]
     for step in range(steps):
         for done in [s for s, (request, made) in running.items() if made == request.new_tokens]:

@@ -482,7 +482,8 @@ def test_beams_share_their_blocks(shipped, monkeypatch):
     "bad",
     [{"beam_width": 0}, {"beam_width": 2.0}, {"max_tokens": 0}, {"num_groups": 3}, {"num_groups": 0}, {"prompt": []},
      {"diversity_penalty": -1.0}, {"diversity_penalty": float("nan")}, {"early_stopping": "sometimes"},
-     {"stop_token_ids": "ab"}],
+     {"early_stopping": 1}, {"stop_token_ids": "ab"}, {"length_penalty": float("nan")}, {"length_penalty": 1e6},
+     {"length_penalty": None}, {"diversity_penalty": float("inf")}],
     ids=str,
 )  # fmt: skip
 def test_beam_search_refuses(shipped, bad):
@@ -499,3 +500,28 @@ def test_a_beam_search_that_runs_out_of_blocks_leaves_nothing_behind(shipped):
         beam_search(model, pages, prompt, 4, max_tokens=40)
     assert (pages.manager.seq_ids, pages.length(0), pages.manager.pool.num_free) == ([0], 3, 5)
     pages.manager.audit()
+
+
+def test_a_group_avoids_what_an_earlier_one_took_also_on_the_last_step(shipped):
+    model, prompt = shipped
+    found = beam_search(model, NoCache(model.config), prompt, 2, max_tokens=1, num_groups=2, diversity_penalty=100.0)
+    assert found[0].tokens != found[1].tokens
+
+
+def test_beams_end_where_the_row_ends(shipped):
+    model, prompt = shipped
+    row = len(prompt) + 4
+    found = beam_search(model, NaiveCache(model.config, 3, row), prompt, 2, max_tokens=20)
+    assert found == beam_search(model, paged_cache(model), prompt, 2, max_tokens=5)
+    with pytest.raises(ValueError, match="max_seq_len"):
+        beam_search(model, NaiveCache(model.config, 3, len(prompt) - 1), prompt, 2)
+
+
+def test_beams_of_a_broken_model_are_refused(shipped):
+    model, prompt = shipped
+    broken = Decoder(model.config)
+    broken.norm.weight.data.fill_(float("nan"))
+    pages = paged_cache(broken)
+    with pytest.raises(ValueError, match="not finite"):
+        beam_search(broken, pages, prompt, 2)
+    assert pages.manager.seq_ids == []

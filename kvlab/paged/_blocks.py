@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvlab.batch import as_int
+from kvlab.batch import as_int, as_ints
 from kvlab.cache import CacheFull, check_truncate
 
 
@@ -61,6 +61,7 @@ class BlockPool:
 
         Source: chapter 02.
         """
+        count = count if type(count) is int else _count("count", count)
         start, refs, free = self._head, self._refs, self._free
         if not 0 <= count <= len(free) - start:
             raise OutOfBlocks(_count("count", count), self.num_free)
@@ -78,6 +79,7 @@ class BlockPool:
 
         Raises: ValueError for a block that is free or none; then nothing has changed.  Source: chapter 02.
         """
+        blocks = as_ints(blocks, "blocks")
         self._require(blocks)
         refs = self._refs
         for block in blocks:
@@ -95,6 +97,8 @@ class BlockPool:
 
         Source: chapter 02; vLLM frees in the same order.
         """
+        if not isinstance(blocks, list | array):
+            blocks = as_ints(blocks, "blocks")
         refs = self._refs
         if len(blocks) == 1:  # the commonest call, without the loop
             block = blocks[0]

@@ -53,9 +53,12 @@ class PagedCache:
                 f"manager has {pool.num_blocks} blocks of {pool.block_size}; the cache was asked for {num_blocks} of "
                 f"{block_size}"
             )
-        if not dtype.is_floating_point:
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; keys and values need a floating-point type")
         self.config, self.num_blocks, self.block_size, self.attention = config, num_blocks, block_size, attention
+        if not callable(attention):
+            raise ValueError(f"attention is {attention!r}; it must be a function of the one attention signature")
+        runtime.choose(impl, torch.device(device), "PagedCache")
         self._impl = {} if impl is None else {"impl": impl}
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         per_block = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
@@ -123,7 +126,9 @@ class PagedCache:
         """
         batch = self._batch
         if batch is None:
-            raise ValueError("attend was called before prepare(batch)")
+            raise ValueError(
+                "attend was called before prepare(batch), or after a sequence was freed, truncated or kept in part"
+            )
         check_attend(self.config, batch, layer, q, k, v)
         total, count = batch.num_tokens, len(batch.q_lens)
         view = {name: buffer.device for name, buffer in self._buffers.items()}
@@ -155,6 +160,8 @@ class PagedCache:
         block has to be copied. Nothing has changed then.  Source: chapter 05.
         """
         self.manager.require(seq_id)
+        self._batch = None
+        self._copy_blocks()  # a scheduler may have asked for copies that are still due: what is kept is read from them
         base, chosen = check_keep(base, indices, self.length(seq_id))
         end = base + len(chosen)
         moved = next((n for n, i in enumerate(chosen) if i != n), len(chosen))  # those before stay where they are
@@ -175,10 +182,12 @@ class PagedCache:
         Raises: ValueError for an unknown id, a negative length or one past the end.  Source: chapter 02.
         """
         self.manager.truncate(seq_id, length)
+        self._batch = None  # what was prepared may be gone
 
     def free(self, seq_id: int) -> None:
         """Give a sequence's blocks back; an unknown id is no error. Source: chapter 02."""
         self.manager.free(seq_id)
+        self._batch = None
 
     def _copy_blocks(self) -> None:
         copies = self.manager.take_copies()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab import reference, runtime
+from kvlab.batch import as_int
 from kvlab.runtime import cap, counted, dot, finish, key_range, load_rows, tl, triton, visible
 
 
@@ -25,10 +26,10 @@ def reshape_and_cache_kernel(
     if slot >= 0:  # -1 is padding: nothing is written
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         i = tl.arange(0, WIDTH)
-        head, d = i // D, i % D
+        head, d = (i // D).to(tl.int64), i % D
         k = tl.load(k_ptr + token * k_token + head * k_head + d, mask=head < H)
         tl.store(k_cache_ptr + block * kc_block + offset * kc_slot + head * kc_head + d, k, mask=head < H)
-        head, d = i // DV, i % DV
+        head, d = (i // DV).to(tl.int64), i % DV
         v = tl.load(v_ptr + token * v_token + head * v_head + d, mask=head < H)
         tl.store(v_cache_ptr + block * vc_block + offset * vc_slot + head * vc_head + d, v, mask=head < H)
 
@@ -60,6 +61,12 @@ def reshape_and_cache(
         raise ValueError(
             f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; they must agree but in D"
         )
+    if min(k_cache.shape[1:]) < 1 or v_cache.shape[3] < 1:
+        raise ValueError(
+            f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; no block or head may be empty"
+        )
+    if len(slot_mapping) > 1 and slot_mapping.stride(0) != 1:
+        raise ValueError(f"slot_mapping is strided by {slot_mapping.stride(0)}; it must be contiguous")
     if slot_mapping.shape != (k.shape[0],) or v.shape[0] != k.shape[0] or slot_mapping.dtype != torch.int64:
         raise ValueError(
             f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}, v has {v.shape[0]} tokens; with k's "
@@ -68,7 +75,7 @@ def reshape_and_cache(
     devices = {t.device for t in (k, v, k_cache, v_cache, slot_mapping)}
     if len(devices) > 1:
         raise ValueError(f"the tensors are on {sorted(map(str, devices))}; they must be on one device")
-    runtime.require_no_grad(k, v)
+    runtime.require_no_grad(k, v, k_cache, v_cache)
     if runtime.CHECK and slot_mapping.numel():
         slots, room = slot_mapping[slot_mapping >= 0], k_cache.shape[0] * k_cache.shape[1]
         if int(slot_mapping.max()) >= room or len(slots.unique()) != len(slots):
@@ -97,10 +104,15 @@ def gather(cache: Tensor, block_table: Tensor, seqused_k: Tensor, max_seqlen_k: 
     Shapes and units: cache [num_blocks, block_size, H_kv, D], block_table [B, max_blocks] int32, seqused_k [B] int32;
     gives [B, L, H_kv, D] with L = ``max_seqlen_k`` tokens (default: max_blocks · block_size), 0 past a sequence's end.
 
-    Raises: ValueError where ``max_seqlen_k`` is more than the table holds.
+    Raises: ValueError where shapes do not fit, or ``max_seqlen_k`` is more than the table holds.
 
     Source: chapter 02.
     """
+    if cache.ndim != 4 or block_table.ndim != 2 or seqused_k.shape != block_table.shape[:1] or cache.shape[0] == 0:
+        raise ValueError(
+            f"cache {list(cache.shape)}, block_table {list(block_table.shape)} and seqused_k {list(seqused_k.shape)} "
+            "must be [num_blocks, block_size, H_kv, D], [B, max_blocks] and [B], with a block or more"
+        )
     num_blocks, block_size = cache.shape[:2]
     room = block_table.shape[1] * block_size
     length = room if max_seqlen_k is None else max_seqlen_k
@@ -126,7 +138,7 @@ def paged_attention_kernel(
 
     Source: chapter 02.
     """
-    tile, kv_head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first = tl.load(cu_ptr + seq)
     q_len = tl.load(cu_ptr + seq + 1) - first
     kv_len = tl.load(used_ptr + seq)
@@ -157,8 +169,8 @@ def paged_attention_kernel(
         for start in range(low, high, N):
             k_index = start + tl.arange(0, N)
             there = k_index < high
-            page = tl.load(table_ptr + seq.to(tl.int64) * table_row + k_index // BLOCK_SIZE, mask=there, other=0)
-            page, slot = page.to(tl.int64), k_index % BLOCK_SIZE
+            page = tl.load(table_ptr + seq * table_row + k_index // BLOCK_SIZE, mask=there, other=0)
+            page, slot = page.to(tl.int64), (k_index % BLOCK_SIZE).to(tl.int64)
             k = load_rows(k_ptr, page[None, :] * k_block + slot[None, :] * k_slot + kv_head * k_head + d[:, None],
                           there[None, :] & (d < D)[:, None])  # fmt: skip
             scores = dot(q, k, tl.zeros([M, N], tl.float32)) * scale
@@ -210,7 +222,8 @@ def attention(
     """
     runtime.check_attention(
         q, k_cache, v_cache, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k,
-        window_size=window_size, softcap=softcap, sinks=sinks, tree_mask=tree_mask, out=out,
+        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
+        tree_mask=tree_mask, out=out,
     )  # fmt: skip
     (total_q, heads, head_dim), kv_heads, v_dim = q.shape, k_cache.shape[2], v_cache.shape[3]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -228,6 +241,7 @@ def attention(
     rows = max(16, triton.next_power_of_2(group), 16 if (max_seqlen_q or total_q) * group <= 16 else 64)
     queries = rows // group  # query tokens in a tile of `rows` rows; a group that is no power of two leaves some idle
     grid = (triton.cdiv(total_q if max_seqlen_q is None else max_seqlen_q, queries), kv_heads, batch)
+    left, right = (min(w, 2**30) for w in window_size)  # no 32-bit sum of positions may wrap around
     wide, wide_v = (max(16, triton.next_power_of_2(x)) for x in (head_dim, v_dim))
     if min(grid) > 0 and total_q > 0:
         paged_attention_kernel[grid](
@@ -235,7 +249,7 @@ def attention(
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
             lse.stride(0) if lse is not None else 0, block_table.stride(0), GROUP=group, D=head_dim, DV=v_dim,
             BLOCK_SIZE=k_cache.shape[1], QUERIES=queries, M=rows, N=8192 // max(wide, 64), WIDE_D=wide,
-            WIDE_DV=wide_v, CAUSAL=causal, LEFT=window_size[0], RIGHT=window_size[1], CAP=softcap > 0,
+            WIDE_DV=wide_v, CAUSAL=causal, LEFT=left, RIGHT=right, CAP=softcap > 0,
             SINKS=sinks is not None, TREE=tree_mask is not None, LSE=return_lse, num_warps=4,
         )  # fmt: skip
     return (out, lse) if lse is not None else out
@@ -246,6 +260,7 @@ def _gather_and_attend(
     out: Tensor | None, return_lse: bool, *, tree_mask: Tensor | None, **options: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``attention`` in PyTorch: gather the pages, then attend densely, one sequence at a time."""
+    runtime.check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask is not None)
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
@@ -256,7 +271,7 @@ def _gather_and_attend(
             continue
         k = gather(k_cache, block_table[b : b + 1], seqused_k[b : b + 1], length)[0]
         v = gather(v_cache, block_table[b : b + 1], seqused_k[b : b + 1], length)[0]
-        mask = None if tree_mask is None else tree_mask[rows]
+        mask = None if tree_mask is None or length == 0 else tree_mask[rows]  # length 0: a spare row sees no key
         out[rows], lse[:, rows] = reference.attend_one(q[rows], k, v, tree_mask=mask, dtype=None, **options)  # type: ignore[arg-type]
     return (out, lse) if return_lse else out
 
@@ -271,11 +286,22 @@ def to_flashinfer(block_table: Tensor, seqused_k: Tensor, block_size: int) -> tu
 
     Source: chapter 02; FlashInfer's page table layout.
     """
+    if not all(t.dtype == torch.int32 for t in (block_table, seqused_k)):
+        raise ValueError(
+            f"block_table is {block_table.dtype} and seqused_k {seqused_k.dtype}; both must be torch.int32"
+        )
+    block_size = as_int(block_size, "block_size")
     if block_size < 1 or block_table.ndim != 2 or seqused_k.shape != block_table.shape[:1]:
         raise ValueError(
             f"block_table {list(block_table.shape)}, seqused_k {list(seqused_k.shape)} and block_size {block_size} "
             "must be [B, max_blocks], [B] and 1 or more"
         )
+    if runtime.CHECK or seqused_k.device.type == "cpu":
+        wrong = [n for n in seqused_k.tolist() if not 0 <= n <= block_table.shape[1] * block_size]
+        if wrong:
+            raise ValueError(
+                f"seqused_k holds {wrong[0]}; the table has room for 0 to {block_table.shape[1] * block_size}"
+            )
     counts = (seqused_k + block_size - 1) // block_size
     indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
     indptr[1:] = counts.cumsum(0)
@@ -291,10 +317,16 @@ def from_flashinfer(
 
     Shapes and units: as ``to_flashinfer``; reads the lengths on the host.
 
-    Raises: ValueError where kv_indptr does not rise from 0 to the number of indices, or a last page is over-full.
+    Raises: ValueError where a tensor is not int32 and flat, kv_indptr does not rise from 0 to the number of indices, a
+    page is negative, or a last page is over-full.
 
     Source: chapter 02; FlashInfer's page table layout.
     """
+    for name, x in (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len)):
+        if x.dtype != torch.int32 or x.ndim != 1:
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; it must be torch.int32 and flat")
+    if len(kv_indices) and int(kv_indices.min()) < 0:
+        raise ValueError(f"kv_indices holds {int(kv_indices.min())}; pages are 0 or more")
     ends, last = kv_indptr.tolist(), kv_last_page_len.tolist()
     counts = [b - a for a, b in itertools.pairwise(ends)]
     if (
