@@ -39,7 +39,7 @@ class BlockPool:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks is {num_blocks} and block_size {block_size}; both must be 1 or more")
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._refs = [0] * self.num_blocks
+        self._refs = [0] * (2 * self.num_blocks)  # the second half stays 0: a negative number finds no owner there
         self._free, self._head = list(range(self.num_blocks)), 0  # free blocks are those from _head on
 
     @property
@@ -106,30 +106,36 @@ class BlockPool:
                 refs[block] = 0
                 self._free.append(block)
                 return
-        freed, done = list(reversed(blocks)), 0
+        freed = blocks[::-1]
+        to_do = iter(freed)
         try:
-            if freed and min(freed) < 0:
-                raise IndexError
-            for block in freed:
+            for block in to_do:
                 if refs[block] != 1:
                     break
                 refs[block] = 0
-                done += 1
-            if done < len(freed):  # some are shared: take one owner from each of the rest, and see which have none left
-                rest, freed = freed[done:], freed[:done]
-                for block in rest:
-                    if refs[block] < 1:
-                        raise IndexError
-                    refs[block] -= 1
-                    done += 1
-                    if not refs[block]:
-                        freed.append(block)
+            else:  # nobody shares any of them
+                self._free.extend(freed)
+                return
         except (IndexError, TypeError):
-            for block in list(reversed(blocks))[:done]:
-                refs[block] += 1
-            self._require(blocks)
-            raise ValueError(f"blocks {list(blocks)} hold one that is freed more often than it was taken") from None
-        self._free.extend(freed)
+            pass
+        rest = list(to_do)
+        done = len(freed) - len(rest) - 1
+        self._free_shared(list(freed), done)
+
+    def _free_shared(self, freed: list[int], done: int) -> None:
+        """The rest of ``free``, one owner at a time: the first ``done`` have none left, the next is shared or wrong."""
+        refs, free = self._refs, freed[:done]
+        for place in range(done, len(freed)):
+            block = freed[place]
+            if type(block) is not int or not 0 <= block < self.num_blocks or refs[block] < 1:
+                for undo in freed[:place]:
+                    refs[undo] += 1
+                self._require(freed)
+                raise ValueError(f"blocks {freed[::-1]} hold {block}, which is freed more often than it was taken")
+            refs[block] -= 1
+            if not refs[block]:
+                free.append(block)
+        self._free.extend(free)
 
     def _require(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -343,7 +349,7 @@ class BlockManager:
             )
             for block in table:
                 counted[block] += 1
-        for block, (count, refs) in enumerate(zip(counted, pool._refs, strict=True)):
+        for block, (count, refs) in enumerate(zip(counted, pool._refs, strict=False)):
             assert count == refs, f"block {block} stands in {count} tables and has {refs} owners"
         free = pool.free_order()
         assert len(set(free)) == len(free), f"the free list names a block twice: {free}"
