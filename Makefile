@@ -13,7 +13,7 @@ LAB_ARGS ?=
 CH ?=
 STRICT ?=
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ "$$n" -gt 8 ] && n=8; echo "$$n")
-BENCH ?= decode
+BENCH ?= ceilings
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -75,7 +75,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(STAMP) ## this machine's figures: make bench BENCH=decode
+bench: $(STAMP) ## this machine's figures: make bench BENCH=ceilings
 	$(PY) -m kvlab.bench $(BENCH)
 
 doctor: ## what this machine gives, what is missing, and the command that mends it
