@@ -32,8 +32,8 @@ def inner(kernel):
 
 def attention(d, dtype, m):
     wide = max(16, triton.next_power_of_2(d))
-    values = dict(GROUP=4, D=d, DV=d, BLOCK_SIZE=16, QUERIES=m // 4, M=m, N=8192 // max(wide, 64), WIDE_D=wide, WIDE_DV=wide,
-                  CAUSAL=True, LEFT=-1, RIGHT=-1, CAP=False, SINKS=False, TREE=False, LSE=True)
+    values = dict(GROUP=4, D=d, DV=d, BLOCK_SIZE=16, QUERIES=m // 4, M=m, N=8192 // max(wide, 64), WIDE_D=wide,
+                  WIDE_DV=wide, CAUSAL=True, LEFT=-1, RIGHT=-1, CAP=False, SINKS=False, TREE=False, LSE=True)
     types = dict(q_ptr=dtype, k_ptr=dtype, v_ptr=dtype, out_ptr=dtype, lse_ptr="*fp32", table_ptr="*i32", cu_ptr="*i32",
                  used_ptr="*i32", sink_ptr="*fp32", tree_ptr="*i64", scale="fp32", softcap="fp32")
     return inner(paged.paged_attention_kernel), types, values
@@ -56,10 +56,11 @@ for capability in (80, 86, 89, 90):
             file.write(done.asm["ptx"])
             file.flush()
             arch = f"sm_{capability}" + ("a" if capability == 90 else "")
-            said = subprocess.run([triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"],
-                                  capture_output=True, text=True, check=True).stderr
+            command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
-        found.append({"sm": capability, "name": name, "spills": sum(spills), "said": len(spills), "shared": done.metadata.shared})
+        found.append({"sm": capability, "name": name, "spills": sum(spills), "said": len(spills),
+                      "shared": done.metadata.shared})
 print(json.dumps(found))
 """
 
@@ -76,8 +77,8 @@ def test_kernels_compile_without_spills(compiled):
     assert len(compiled) == 4 * 7
     for kernel in compiled:
         assert kernel["said"] > 0, f"ptxas said nothing of spills for {kernel}"
-        # Known: before Hopper a prefill tile of chapter 02's attention (M=64) spills a little. It is right all the same;
-        # chapter 03's kernel takes prefill over.
+        # Known: before Hopper a prefill tile of chapter 02's attention (M=64) spills a little. It is right all the
+        # same; chapter 03's kernel takes prefill over.
         if kernel["sm"] >= 90 or "M=64" not in kernel["name"]:
             assert kernel["spills"] == 0, kernel
 
