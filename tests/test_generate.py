@@ -525,3 +525,18 @@ def test_beams_of_a_broken_model_are_refused(shipped):
     with pytest.raises(ValueError, match="not finite"):
         beam_search(broken, pages, prompt, 2)
     assert pages.manager.seq_ids == []
+
+
+def test_beam_search_of_the_larger_model_is_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = zoo.load("stdlib-7m", device="cpu", dtype=torch.float32)
+    prompt = zoo.tokenizer().encode("def heappop(heap):\n    ").ids
+    checkpoint.save(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    rows = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=4, num_return_sequences=4, max_new_tokens=24,
+        do_sample=False, eos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    found = beam_search(model, paged_cache(model), prompt, 4, max_tokens=24)
+    assert [h.tokens for h in found] == [row[len(prompt) :].tolist() for row in rows]
