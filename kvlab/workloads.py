@@ -178,8 +178,10 @@ class Contiguous:
     def grow(self, seq_id: int) -> bool:
         """One more token; False past what was reserved. Source: chapter 02."""
         span = self.spans[seq_id]
+        if span[2] == span[1]:
+            return False
         span[2] += 1
-        return span[2] <= span[1]
+        return True
 
     def finish(self, seq_id: int) -> None:
         """Give the slots back. Source: chapter 02."""

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from kvlab import paged, runtime, testing, zoo
+from kvlab import paged, runtime, testing, workloads, zoo
 from kvlab.batch import Batch
 from kvlab.generate import generate
 from kvlab.naive import NaiveCache
@@ -328,24 +328,8 @@ TestBooks.settings = settings(max_examples=60, stateful_step_count=25, deadline=
 
 
 def test_no_history_gives_a_block_two_places():  # A33
-    rng = random.Random(1)
-    for _ in range(40):
-        manager = BlockManager(BlockPool(40, 3))
-        for step in range(40):
-            known = manager.seq_ids
-            if known and rng.random() < 0.4:
-                manager.fork(rng.choice(known), 100 + step)
-            elif known and rng.random() < 0.3:
-                seq_id = rng.choice(known)
-                manager.truncate(seq_id, rng.randint(0, manager.length(seq_id)))
-            elif known and rng.random() < 0.3:
-                manager.free(rng.choice(known))
-            else:
-                seq_id = rng.choice([*known, step])
-                length = manager.length(seq_id) + rng.randint(1, 7)
-                if manager.can_ensure(seq_id, length):
-                    manager.ensure(seq_id, length)
-                    manager.advance(seq_id, length)
+    for seed in range(40):
+        for manager in workloads.random_history(seed, steps=40):
             places: dict[int, set[int]] = {}
             for seq_id in manager.seq_ids:
                 for place, block in enumerate(manager.table(seq_id)):
@@ -746,6 +730,16 @@ def test_keep_reads_copies_that_are_still_due():
     assert torch.equal(cache.k[0].flatten(0, 1)[cache.manager.slots(1, 0, 5)], k[[0, 1, 2, 3, 5]])
     assert torch.equal(cache.k[1].flatten(0, 1)[cache.manager.slots(0, 0, 6)], k)
     cache.manager.audit()
+
+
+def test_a_refused_keep_leaves_the_prepared_batch():
+    config = testing.CACHES[0].config
+    cache = PagedCache(config, 8, 4)
+    cache.prepare(Batch.build([0], [[1] * 3], [0]))
+    with pytest.raises(ValueError, match="keep"):
+        cache.keep(0, 1, [5])
+    k = torch.randn(3, config.num_kv_heads, config.head_dim)
+    assert cache.attend(0, torch.randn(3, config.num_heads, config.head_dim), k, k).isfinite().all()
 
 
 @pytest.mark.parametrize("change", ["free", "truncate", "keep"])

@@ -97,7 +97,8 @@ def test_first_fit_takes_the_first_hole_that_is_large_enough():
     assert not memory.start(3, Request(3, 1))  # 3 + 2 slots are free, and no 4 of them in a row
     assert memory.start(4, Request(1, 1))
     assert memory.spans[4][0] == 0
-    assert [memory.grow(4), memory.grow(4)] == [True, False]
+    assert [memory.grow(4), memory.grow(4), memory.grow(4)] == [True, False, False]
+    assert memory.spans[4] == [0, 2, 2]
 
 
 def test_pages_waste_the_rest_of_a_block_only():

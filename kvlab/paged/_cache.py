@@ -160,9 +160,8 @@ class PagedCache:
         block has to be copied. Nothing has changed then.  Source: chapter 05.
         """
         self.manager.require(seq_id)
-        self._batch = None
-        self._copy_blocks()  # a scheduler may have asked for copies that are still due: what is kept is read from them
         base, chosen = check_keep(base, indices, self.length(seq_id))
+        self._copy_blocks()  # a scheduler may have asked for copies that are still due: what is kept is read from them
         end = base + len(chosen)
         moved = next((n for n, i in enumerate(chosen) if i != n), len(chosen))  # those before stay where they are
         sources = [self.manager.slots(seq_id, base + i, base + i + 1)[0] for i in chosen[moved:]]
@@ -174,7 +173,7 @@ class PagedCache:
             k, v = flat_k[:, at], flat_v[:, at]  # read before the copies and the writes change anything
             self._copy_blocks()
             flat_k[:, to], flat_v[:, to] = k, v
-        self.manager.truncate(seq_id, end)
+        self.truncate(seq_id, end)
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget all but the first ``length`` tokens; whole blocks go back to the pool.
