@@ -5,17 +5,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import re
+import sys
 import tempfile
+import types
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from kvlab import bench, runtime
-from kvlab.bench import FIELDS, Record, Session, load, measure, names, rotations, save, table
+from kvlab import bench, paged, reference, runtime
+from kvlab.bench import (
+    FIELDS,
+    Record,
+    Session,
+    _peers,
+    _timing,
+    load,
+    measure,
+    names,
+    prefill,
+    race,
+    rotations,
+    save,
+    table,
+)
 from kvlab.bench.__main__ import main
 from kvlab.bench._session import commit
 
@@ -163,8 +180,88 @@ def test_measure_and_rotations_refuse_bad_arguments():
         assert rotations(nbytes, "cpu") * nbytes >= 5 * bench.l2_bytes("cpu")
 
 
+def test_a_race_lets_all_take_turns_in_changing_order():
+    calls: list[tuple[str, int]] = []
+    names_ = ["a", "b", "c"]
+    functions = {name: lambda i, name=name: calls.append((name, i)) for name in names_}
+    timings = race(functions, device="cpu", seconds=0, rounds=6)
+    assert list(timings) == names_
+    assert all(t.count == 6 and t.ms > 0 and t.spread >= 0 for t in timings.values())
+    for name in names_:
+        numbers = [i for who, i in calls if who == name]
+        assert numbers == list(range(len(numbers)))  # to rotate buffers by
+    turns = [who for who, _ in calls[6:]]  # each was called twice before the first round
+    rounds = [turns[4 * r + 1 : 4 * r + 4] for r in range(6)]  # a call that does not count, then one of each
+    assert all(sorted(order) == names_ for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 1
+
+
+def test_a_race_gives_the_time_of_one_call(monkeypatch):
+    now, calls = [0.0], {"a": 0, "b": 0}
+
+    def work(name: str, seconds: float, i: int) -> None:
+        now[0] += seconds
+        calls[name] += 1
+
+    monkeypatch.setattr("kvlab.bench._timing.time.perf_counter", lambda: now[0])
+    functions = {"a": functools.partial(work, "a", 0.002), "b": functools.partial(work, "b", 0.004)}
+    timings = race(functions, device="cpu", seconds=0.2, rounds=10)
+    assert timings["a"].ms == pytest.approx(2)
+    assert timings["b"].ms == pytest.approx(4)
+    assert timings["a"].spread == pytest.approx(0, abs=1e-9)
+    assert calls["a"] > calls["b"] > 2 * 10  # bursts of the same length in time
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"functions": {}}, "functions"), ({"rounds": 0}, "rounds"), ({"rounds": 2.5}, "rounds"),
+        ({"graph": -1}, "graph"), ({"seconds": math.nan}, "seconds"), ({"seconds": -1}, "seconds"),
+    ],
+)  # fmt: skip
+def test_a_race_refuses_bad_arguments(changes, match):
+    with pytest.raises(ValueError, match=match):
+        race(**{"functions": {"a": print}, "device": "cpu", **changes})
+
+
+def test_a_race_on_a_gpu_flushes_the_l2_and_replays_graphs(monkeypatch):
+    """The part of a race that needs a GPU, with the GPU's events and graphs replaced by a log."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 6.0
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda captured: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    trash = types.SimpleNamespace(zero_=lambda: log.append("flush"))
+    for graph, unit in ((0, "call"), (3, "replay")):
+        log.clear()
+
+        def start(fn, graph=graph):
+            return _timing._EventRunner(fn, graph, trash)
+
+        functions = {"a": lambda i: log.append("call")}
+        timing = _timing._race(functions, start, torch.cuda.synchronize, seconds=0.024, rounds=2, seed=0)["a"]
+        assert timing.ms == 6.0 / 2 / max(graph, 1)  # 24 ms in 2 rounds are bursts of 2 units of 6 ms
+        warm = ["call"] * 3 + ["wait"] + ["call"] * graph + [unit, "flush", "event", unit, "event", "wait"]
+        assert log == warm + [unit, "flush", "event", unit, unit, "event", "wait"] * 2
+
+
 def test_the_benchmarks_are_the_files_beside():
-    assert {"ceilings", "naive", "roofline"} <= set(names())
+    assert {"ceilings", "naive", "prefill", "roofline"} <= set(names())
     assert not any(name.startswith("_") for name in names())
 
 
@@ -179,7 +276,12 @@ def quick_run(name: str) -> tuple[list[Record], str]:
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [("ceilings", "copy read matmul"), ("naive", "step total"), ("roofline", "linear decode prefill")],
+    [
+        ("ceilings", "copy read matmul"),
+        ("naive", "step total"),
+        ("roofline", "linear decode prefill"),
+        ("prefill", "dense ragged paged paged_vs_gather ceiling materialised"),
+    ],
 )
 def test_each_benchmark_runs_and_writes_what_it_prints(name, parts):
     records, printed = quick_run(name)
@@ -237,3 +339,291 @@ def test_counted_work_is_that_of_the_matrix_products():
         layer(torch.randn(1, 6))
     assert work.flops == 2 * (3 * 6 * 4 + 3 * 4 * 2 + 1 * 6 * 4)
     assert work.weight_bytes == layer.weight.nbytes
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
+
+
+def sequences(lengths: list[int], heads: int = 4, kv_heads: int = 2, size: int = 16, seed: int = 0):
+    """q, k, v end to end, and where each sequence starts."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(sum(lengths), h, size, generator=rng) for h in (heads, kv_heads, kv_heads))
+    return (q, k, v), [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def attended(q, k, v, starts: list[int], causal: bool = True) -> torch.Tensor:
+    pairs = [slice(a, b) for a, b in itertools.pairwise(starts)]
+    return torch.cat([reference.attend_one(q[s], k[s], v[s], causal=causal, dtype=None)[0] for s in pairs])
+
+
+def test_prefill_measures_every_implementation_that_can_run_here():
+    records = quick_run("prefill")[0]
+    ours = {r.impl for r in records if r.bench == "prefill.dense"}
+    assert {"kvlab torch", "materialised (torch)"} <= ours
+    if runtime.can_launch("cpu"):
+        assert "kvlab triton" in ours
+        assert runtime.launches["flash_attention_kernel"] > 0
+    assert all(r.error is not None for r in records if r.impl.startswith("kvlab"))
+    assert {r.shape["causal"] for r in records if r.bench == "prefill.dense"} == {0, 1}
+
+
+def test_prefill_counts_the_pairs_that_are_seen():
+    for r in quick_run("prefill")[0]:
+        if r.bench == "prefill.dense":
+            seen = int(reference.visible_keys(r.shape["L"], r.shape["L"], causal=bool(r.shape["causal"])).sum())
+            flops = 4 * r.shape["B"] * r.shape["H"] * seen * r.shape["D"]
+            assert r.value == pytest.approx(flops / (r.ms / 1e3) / 1e12)
+        if r.bench == "prefill.paged_vs_gather":
+            seen = int(reference.visible_keys(r.shape["q_len"], r.shape["L"]).sum())
+            assert r.shape["flops"] == 4 * r.shape["B"] * r.shape["H"] * seen * r.shape["D"]
+
+
+def test_gathering_is_predicted_to_move_keys_and_values_three_times():
+    records = [r for r in quick_run("prefill")[0] if r.bench == "prefill.paged_vs_gather"]
+    by = {(r.impl, r.shape["B"], r.shape["q_len"]): r for r in records}
+    copy = next(r.value for r in quick_run("prefill")[0] if r.impl == "copy")
+    for (impl, b, q_len), r in by.items():
+        s = r.shape
+        kv, qo = 2 * 4 * b * s["L"] * s["H_kv"] * s["D"], 2 * 4 * b * q_len * s["H"] * s["D"]
+        assert s["bytes"] == qo + kv * (3 if impl.endswith("gather then dense") else 1)
+        if impl == "predicted, gather then dense":
+            more = r.value - by["predicted, through the table", b, q_len].value
+            assert more == pytest.approx(2 * kv / copy / 1e6)
+            assert r.ms is None
+
+
+def test_one_part_can_be_run_alone(capsys):
+    assert main(["prefill", "--quick", "--device", "cpu", "--only", "ragged,materialised"]) == 0
+    printed = capsys.readouterr().out
+    assert "prefill.ragged" in printed
+    assert "prefill.dense" not in printed
+    for arguments in (["prefill", "--only", "ragged,sideways"], ["naive", "--only", "step"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert f"--only {arguments[2].split(',')[-1]}: {arguments[0]} has the parts" in capsys.readouterr().err
+
+
+def test_the_ragged_lengths_are_lognormal_and_add_up():
+    each = prefill.lengths(64, 32768)
+    assert each == prefill.lengths(64, 32768)
+    assert len(each) == 64
+    assert sum(each) == 32768
+    assert min(each) >= 1
+    logs = torch.tensor(each).log()
+    assert 0.7 < float(logs.std()) < 1.3
+    assert prefill.lengths(3, 3) == [1, 1, 1]
+    for count, total in ((4, 3), (0, 3)):
+        with pytest.raises(ValueError, match="token"):
+            prefill.lengths(count, total)
+
+
+def test_pages_hold_what_they_were_given():
+    k, v = torch.randn(2, 2, 12, 3, 5).unbind()
+    k_cache, v_cache, table = prefill.into_pages(k, v, 4)
+    used = torch.tensor([12, 12], dtype=torch.int32)
+    assert torch.equal(paged.gather(k_cache, table, used), k)
+    assert torch.equal(paged.gather(v_cache, table, used), v)
+    assert k_cache.isnan().any()
+    with pytest.raises(ValueError, match="multiple of block_size 5"):
+        prefill.into_pages(k, v, 5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_materialised_attention_is_attention(causal):
+    qkv, starts = sequences([20, 20])
+    dense = [x.view(2, 20, *x.shape[1:]) for x in qkv]
+    out = prefill.materialised(*dense, causal)
+    torch.testing.assert_close(out.flatten(0, 1), attended(*qkv, starts, causal))
+
+
+def test_expected_rows_notice_what_is_wrong():
+    lengths = [50, 1, 90, 30]
+    qkv, starts = sequences(lengths)
+    right = attended(*qkv, starts)
+    expected = prefill.Expected(qkv, starts, starts, causal=True)
+    assert expected.error(right) < 1e-6
+    places = {"last row": 170, "first row": 0, "longest, middle": 51 + 45, "shortest": 50}
+    for place, row in places.items():
+        wrong = right.clone()
+        wrong[row] = wrong[row].roll(1, 0)
+        assert expected.error(wrong) > 0.05, place
+    wrong = right.clone()
+    wrong[49, 0, 0] = math.nan
+    assert expected.error(wrong) == math.inf
+    assert prefill.Expected(qkv, starts, starts, causal=False).error(right) > 0.05
+
+
+def test_an_implementation_that_is_wrong_or_raises_is_left_out(session, capsys):
+    (q, k, v), starts = sequences([24])
+    expected = prefill.Expected((q, k, v), starts, starts, causal=True)
+    right = attended(q, k, v, starts)
+
+    def broken() -> torch.Tensor:
+        raise NotImplementedError("no such kernel")
+
+    runs = {
+        "right": lambda: right,
+        "wrong": lambda: right * 1.01,
+        "unwritten": lambda: right * math.nan,
+        "broken": broken,
+    }
+    kept = [
+        e.name
+        for name, run in runs.items()
+        for e in prefill._admit(session, _peers.Peer(name, "1"), lambda run=run: _peers.Call(run, "how"), expected, q)
+    ]
+    assert kept == ["right"]
+    said = capsys.readouterr().err
+    assert "wrong: skipped, its output is off by 0.01" in said
+    assert "unwritten: skipped" in said
+    assert "broken: skipped, NotImplementedError: no such kernel" in said
+
+
+def fake_flash_attention_3() -> types.ModuleType:
+    """A module with FlashAttention-3's interface, computed by the reference."""
+    module = types.ModuleType("flash_attn_interface")
+
+    def flash_attn_func(q, k, v, causal=False):
+        starts = range(0, (len(q) + 1) * q.shape[1], q.shape[1])
+        return attended(*(x.flatten(0, 1) for x in (q, k, v)), starts, causal).view(q.shape), None
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False):
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        return attended(q, k, v, cu_seqlens_q.tolist(), causal)
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=None, page_table=None, causal=False):
+        keys, values = (paged.gather(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
+        return flash_attn_func(q, keys, values, causal)
+
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def fake_flashinfer() -> types.ModuleType:
+    """A module with FlashInfer's two wrappers, computed by the reference from what was planned."""
+    module = types.ModuleType("flashinfer")
+    module.__version__ = "0.6.4"
+
+    class Wrapper:
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+            assert kv_layout == "NHD"
+            self._backend = "fa3"
+
+    class Ragged(Wrapper):
+        def plan(
+            self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, causal, q_data_type, kv_data_type
+        ):
+            self.planned = (qo_indptr.tolist(), causal, num_qo_heads, num_kv_heads, head_dim_qk)
+
+        def run(self, q, k, v):
+            starts, causal, *sizes = self.planned
+            assert sizes == [q.shape[1], k.shape[1], q.shape[2]]
+            return attended(q, k, v, starts, causal)
+
+    class Paged(Wrapper):
+        def plan(
+            self,
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+            *,
+            causal,
+            q_data_type,
+            kv_data_type,
+        ):
+            table, used = paged.from_flashinfer(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+            self.planned = (table, used, qo_indptr, causal, num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+
+        def run(self, q, caches):
+            table, used, starts, causal, *sizes = self.planned
+            assert sizes == [q.shape[1], caches[0].shape[2], q.shape[2], caches[0].shape[1]]
+            return reference.attention(
+                q, *caches, block_table=table, cu_seqlens_q=starts, seqused_k=used, causal=causal, dtype=None
+            )
+
+    module.BatchPrefillWithRaggedKVCacheWrapper, module.BatchPrefillWithPagedKVCacheWrapper = Ragged, Paged
+    return module
+
+
+@pytest.fixture
+def peers(monkeypatch) -> list[_peers.Peer]:
+    """Fakes of the libraries that need a GPU, through the adapters that the real ones go through."""
+    for name in _peers._FA3:
+        monkeypatch.setitem(sys.modules, name, None)  # not importable
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash_attention_3())
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
+    return [*_peers.flash_attention_3(print), *_peers.flashinfer(print)]
+
+
+def test_the_adapters_hand_over_what_each_library_expects(peers):
+    assert [p.name for p in peers] == ["FlashAttention-3", "FlashInfer"]
+    qkv, starts = sequences([24, 24])
+    right = attended(*qkv, starts)
+    q, k, v = (x.view(2, 24, *x.shape[1:]) for x in qkv)
+    for peer in peers:
+        call = peer.dense(q, k, v, True)
+        torch.testing.assert_close(call.run(), right.view(q.shape))
+        assert call.how == ("backend fa3" if peer.name == "FlashInfer" else "")
+        torch.testing.assert_close(peer.dense(q, k, v, False).run(), attended(*qkv, starts, False).view(q.shape))
+        k_cache, v_cache, table = prefill.into_pages(k, v, 8)
+        used = torch.tensor([24, 24], dtype=torch.int32)
+        torch.testing.assert_close(peer.paged(q, k_cache, v_cache, table, used).run(), right.view(q.shape))
+        ragged, places = sequences([5, 1, 30])
+        out = peer.ragged(*ragged, torch.tensor(places, dtype=torch.int32), 30).run()
+        torch.testing.assert_close(out, attended(*ragged, places))
+
+
+def test_peers_join_the_race_and_the_ratios_are_printed(peers, monkeypatch, capsys):
+    monkeypatch.setattr(prefill, "find", lambda device, note: [replace(p, sizes=None) for p in peers])
+    assert main(["prefill", "--quick", "--peers", "--device", "cpu", "--only", "dense,ragged,paged"]) == 0
+    printed = capsys.readouterr().out
+    table_, _, ratios = printed.partition("commit ")
+    assert "FlashInfer" in table_
+    assert re.search(r"FlashAttention-3, dense .* 1\.000 of FlashAttention-3", ratios)
+    assert len(re.findall(r"kvlab torch .* of FlashAttention-3", ratios)) == 2 + 1 + 1
+
+
+def test_torch_is_a_peer_on_a_cpu(session):
+    (peer,) = _peers.find(torch.device("cpu"), print)
+    qkv, starts = sequences([24, 24])
+    dense = [x.view(2, 24, *x.shape[1:]) for x in qkv]
+    torch.testing.assert_close(peer.dense(*dense, True).run().flatten(0, 1), attended(*qkv, starts))
+
+
+def test_a_peer_that_does_not_load_is_named(monkeypatch):
+    said: list[str] = []
+    for name in _peers._FA3:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert _peers.flash_attention_3(said.append) == []
+    assert "none of fa3_fwd_interface" in said[-1]
+
+    def load(name):
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(_peers.importlib, "import_module", load)
+    assert _peers.flashinfer(said.append) == []
+    assert "libcudart.so.13" in said[-2]
+
+
+def test_ratios_are_formed_within_a_race(session):
+    def speed(impl: str, value: float, part: str = "dense", **shape: int) -> Record:
+        return session.record(f"prefill.{part}", impl, value, "TFLOP/s", shape={"B": 1, **shape}, dtype="bfloat16")
+
+    records = [
+        speed("kvlab hopper", 660.0), speed("FlashAttention-3", 600.0), speed("FlashAttention-3 (other)", 660.0),
+        speed("kvlab hopper", 50.0, B=2), speed("FlashAttention-3", 100.0, B=2),
+        speed("kvlab hopper", 1.0, B=3),
+        speed("kvlab hopper", 90.0, "paged"), speed("FlashAttention-3", 80.0, "paged"),
+        speed("FlashAttention-3, dense", 100.0, "paged"),
+        speed("matmul", 700.0, "ceiling"),
+    ]  # fmt: skip
+    found = [round(ratio, 3) for _, ratio in prefill.ratios(records)]
+    assert found == [1.0, 0.909, 1.0, 0.5, 1.0, 0.9, 0.8, 1.0]
+    assert "0.900 of FlashAttention-3" in prefill.summary(records)
+    assert prefill.summary(records[5:6]) == ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from kvlab.bench import Session, names, save, table
+from kvlab.bench import Record, Session, names, save, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,19 +26,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", help="write the records there, as a JSON list")
     parser.add_argument("--peers", action="store_true", help="measure other libraries too, where they are installed")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes that exercise everything")
+    parser.add_argument("--only", metavar="PARTS", help="some parts of the benchmark, such as dense,paged")
     parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one)")
     options = parser.parse_args(argv)
+
+    module = importlib.import_module(f"kvlab.bench.{options.name}")
+    run = module.run
+    if options.only:
+        parts, chosen = getattr(module, "PARTS", {}), options.only.split(",")
+        if unknown := [part for part in chosen if part not in parts]:
+            parser.error(f"--only {','.join(unknown)}: {options.name} has the parts {', '.join(parts) or '(none)'}")
+
+        def run(session: Session) -> Iterator[Record]:
+            for part in chosen:
+                yield from parts[part](session)
 
     session = Session(options.device, quick=options.quick, peers=options.peers)
     records = []
     try:
-        for record in importlib.import_module(f"kvlab.bench.{options.name}").run(session):
+        for record in run(session):
             records.append(record)
             session.note(f"  {record.bench} {record.impl}: {record.value:.4g} {record.unit}")
     finally:  # an interrupted run keeps what it has measured
         print(table(records))
         if options.out:
             save(records, options.out)
+        if more := getattr(module, "summary", lambda records: "")(records):
+            print(more)
     return 0 if records else 1
 
 

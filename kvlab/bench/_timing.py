@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,11 +68,7 @@ def measure(
 
     Source: chapter 00; Triton's ``do_bench``.
     """
-    for name, value, least in (("min_count", min_count, 1), ("max_count", max_count, min_count), ("graph", graph, 0)):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be an integer, {least} or more")
-    if not is_number(seconds) or seconds < 0:
-        raise ValueError(f"seconds is {seconds!r}; it must be a finite number, 0 or more")
+    _require(seconds, min_count=(min_count, 1), max_count=(max_count, min_count), graph=(graph, 0))
     if graph and flush:
         raise ValueError("graph and flush exclude each other: let the captured calls rotate their buffers")
     device = torch.device(device)
@@ -81,6 +78,143 @@ def measure(
         return _wall(fn, seconds, min_count, max_count, lambda: torch.cuda.synchronize(device))
     with torch.cuda.device(device):
         return _events(fn, seconds, min_count, max_count, flush, graph)
+
+
+def race(
+    functions: Mapping[str, Callable[[int], object]],
+    *,
+    device: torch.device | str,
+    seconds: float = 0.3,
+    rounds: int = 15,
+    graph: int = 0,
+    seed: int = 0,
+) -> dict[str, Timing]:
+    """Time several functions that do the same work against each other; gives the Timing of one call of each.
+
+    A GPU under load lowers its clock, so whoever is measured later, or after a heavier one, would seem slower. Here all
+    are warmed up first and then take turns: in each of ``rounds`` rounds every function runs one short burst of calls,
+    in an order shuffled anew. The result is the median over the rounds; the spread says how far they lie apart.
+
+    Shapes and units: about ``seconds`` of calls for each function in all, at least one call a round. ``fn(i)`` is
+    called with i = 0, 1, ... so that it can rotate its buffers; the L2 is overwritten before each burst, so buffers
+    larger than the L2 need no rotation. ``graph`` = n captures n calls of each function in a CUDA graph, as in
+    ``measure``. A round is queued as a whole, behind a call that does not count, so that launches are hidden as they
+    are in a model.
+
+    Raises: ValueError where there is no function, ``rounds`` or ``graph`` is no integer or too small, or ``seconds`` is
+    not finite or negative.
+
+    Source: chapter 03.
+    """
+    if not functions:
+        raise ValueError("functions is empty; a race needs at least one")
+    _require(seconds, rounds=(rounds, 1), graph=(graph, 0))
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _race(functions, lambda fn: _WallRunner(fn), lambda: None, seconds, rounds, seed)
+    with torch.cuda.device(device):
+        trash = torch.empty(5 * l2_bytes(device), dtype=torch.int8, device=device)
+        return _race(
+            functions, lambda fn: _EventRunner(fn, graph, trash), torch.cuda.synchronize, seconds, rounds, seed
+        )
+
+
+class _WallRunner:
+    """Runs bursts of one function by the wall clock."""
+
+    calls = 1  # of the function, in one unit of a burst
+
+    def __init__(self, fn: Callable[[int], object]) -> None:
+        self.fn, self.count, self.bursts = fn, 0, list[float]()
+
+    def lead(self) -> None:
+        """A call that does not count."""
+        self.fn(self.count)
+        self.count += 1
+
+    def burst(self, units: int) -> None:
+        start = time.perf_counter()
+        for _ in range(units):
+            self.lead()
+        self.bursts.append(1e3 * (time.perf_counter() - start) / units)
+
+    def times(self) -> list[float]:
+        """Milliseconds of one unit, burst by burst."""
+        return self.bursts
+
+
+class _EventRunner:
+    """Runs bursts of one function, or of the replays of its graph, between CUDA events."""
+
+    def __init__(self, fn: Callable[[int], object], graph: int, trash: torch.Tensor) -> None:
+        self.fn, self.count, self.calls, self.trash = fn, 0, max(graph, 1), trash
+        self.pairs: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+        self.captured: torch.cuda.CUDAGraph | None = None
+        for _ in range(3):
+            self.lead()
+        torch.cuda.synchronize()
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                for i in range(graph):
+                    fn(i)
+            self.captured = captured
+
+    def lead(self) -> None:
+        """A call that does not count."""
+        if self.captured is not None:
+            self.captured.replay()
+        else:
+            self.fn(self.count)
+            self.count += 1
+
+    def burst(self, units: int) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.trash.zero_()
+        start.record()
+        for _ in range(units):
+            self.lead()
+        end.record()
+        self.pairs.append((start, end, units))
+
+    def times(self) -> list[float]:
+        """Milliseconds of one unit, burst by burst; the device must be idle."""
+        return [start.elapsed_time(end) / units for start, end, units in self.pairs]
+
+
+def _race(
+    functions: Mapping[str, Callable[[int], object]],
+    start: Callable[[Callable[[int], object]], _WallRunner | _EventRunner],
+    wait: Callable[[], object],
+    seconds: float,
+    rounds: int,
+    seed: int,
+) -> dict[str, Timing]:
+    runners = {name: start(fn) for name, fn in functions.items()}
+    units = {}
+    for name, runner in runners.items():  # how long is one? the warm burst that tells does not count
+        runner.lead()
+        runner.burst(1)
+        wait()
+        once = max(runner.times()[0], 1e-3)
+        units[name] = max(1, min(1000, int(1e3 * seconds / rounds / once)))
+    rng, order = random.Random(seed), list(runners)
+    for _ in range(rounds):
+        rng.shuffle(order)
+        runners[order[-1]].lead()
+        for name in order:
+            runners[name].burst(units[name])
+        wait()
+    return {name: _summary(runner.times()[1:], runner.calls) for name, runner in runners.items()}
+
+
+def _require(seconds: float, **counts: tuple[int, int]) -> None:
+    """Refuse counts, given with their least value, and seconds that are none."""
+    for name, (value, least) in counts.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be an integer, {least} or more")
+    if not is_number(seconds) or seconds < 0:
+        raise ValueError(f"seconds is {seconds!r}; it must be a finite number, 0 or more")
 
 
 def _summary(samples: list[float], calls: int = 1) -> Timing:
