@@ -1,6 +1,6 @@
 """Every kernel compiles for the GPUs it is meant for, without spills and within their shared memory; no GPU is needed.
 
-Triton refuses to compile a kernel that was defined under its interpreter, so this is done in a child process.
+Triton refuses to compile a kernel that was defined under its interpreter, so this is done in child processes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,42 @@ import pytest
 from kvlab import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of shared memory, by capability
 pytestmark = pytest.mark.skipif(not runtime.HAS_TRITON, reason="triton is not installed")
 
-CHILD = r"""
+COMMON = r"""
 import json, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvlab import paged
+
+found = []
 
 def inner(kernel):
     while not isinstance(kernel, triton.runtime.jit.JITFunction):
         kernel = kernel.fn
     return kernel
+
+def build(capability, name, kernel, types, values, free=(), **options):
+    "Compile for one GPU, ask ptxas what it takes, and note it. A pointer that is in values, as None, is not there."
+    signature = {arg: "constexpr" if arg in values else types.get(arg, "i32") for arg in kernel.arg_names}
+    hints = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names)
+             if signature[arg].startswith("*") or (signature[arg] == "i32" and arg not in free)}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in values.items()}, hints)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, **options})
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(done.asm["ptx"])
+        file.flush()
+        arch = f"sm_{capability}" + ("a" if capability == 90 else "")
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
+    found.append({"sm": capability, "name": name, "spills": sum(spills), "said": len(spills),
+                  "shared": done.metadata.shared, "wgmma": "wgmma.mma_async" in done.asm["ptx"]})
+"""
+
+PAGED = r"""
+from kvlab import paged
 
 def attention(d, dtype, m):
     wide = max(16, triton.next_power_of_2(d))
@@ -42,35 +65,71 @@ def write(dtype):
     types = dict(k_ptr=dtype, v_ptr=dtype, k_cache_ptr=dtype, v_cache_ptr=dtype, slot_ptr="*i64")
     return inner(paged.reshape_and_cache_kernel), types, dict(BLOCK_SIZE=16, H=8, D=128, DV=128, WIDTH=1024)
 
-found = []
 for capability in (80, 86, 89, 90):
-    jobs = [("reshape_and_cache bf16", write("*bf16"))]
-    jobs += [(f"paged_attention bf16 D={d} M={m}", attention(d, "*bf16", m)) for d in (64, 128, 256) for m in (16, 64)]
-    for name, (kernel, types, values) in jobs:
-        signature = {arg: "constexpr" if arg in values else types.get(arg, "i32") for arg in kernel.arg_names}
-        hints = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names)
-                 if signature[arg].startswith("*") or signature[arg] == "i32"}
-        source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in values.items()}, hints)
-        done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(done.asm["ptx"])
-            file.flush()
-            arch = f"sm_{capability}" + ("a" if capability == 90 else "")
-            command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
-        found.append({"sm": capability, "name": name, "spills": sum(spills), "said": len(spills),
-                      "shared": done.metadata.shared})
+    build(capability, "reshape_and_cache bf16", *write("*bf16"))
+    for d in (64, 128, 256):
+        for m in (16, 64):
+            build(capability, f"paged_attention bf16 D={d} M={m}", *attention(d, "*bf16", m))
+print(json.dumps(found))
+"""
+
+FLASH = r"""
+from kvlab import flash
+from kvlab.flash import _tune
+
+ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+FREE = ("q_len", "kv_len", "tiles", "batch", "lse_seq", "lse_head", "table_row")
+OPTIONAL = dict(lse_ptr="*fp32", table_ptr="*i32", cu_q_ptr="*i32", cu_k_ptr="*i32", used_ptr="*i32", sink_ptr="*fp32",
+                tree_ptr="*i64")
+FORMS = {"dense": (), "ragged": ("cu_q_ptr", "cu_k_ptr"), "paged": ("table_ptr", "cu_q_ptr", "used_ptr")}
+kernel = inner(flash.flash_attention_kernel)
+
+def attention(capability, d, form="paged", rows=10**6, dtype="bf16", others=False, extra=(), **values):
+    size = 4 if dtype == "fp32" else 2
+    kind = dict(width=d, v_width=d, itemsize=size, rows=rows, indirect=form == "paged")
+    tiles = _tune.candidates(capability=divmod(capability, 10), shared=ROOM[capability], **kind)
+    there = ("lse_ptr", *FORMS[form], *extra)
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*" + dtype) | dict(scale="fp32", softcap="fp32")
+    types |= {name: OPTIONAL[name] for name in there}
+    for number, tile in enumerate(tiles if others else tiles[:1]):
+        given = dict(K_SLOT=8 * d, V_SLOT=8 * d, BLOCK_SIZE=16 if form == "paged" else 1, GROUP=4, D=d, DV=d, WIDE_D=d,
+                     WIDE_DV=d, M=tile.M, N=tile.N, SEARCH=form == "ragged", CAUSAL=True, LEFT=-1, RIGHT=-1, CAP=False)
+        given |= values | {name: None for name in OPTIONAL if name not in there}
+        name = f"{form} {dtype} D={d} {tile} {extra} {values}"
+        build(capability, name, kernel, types, given, FREE, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        bound = _tune.shared_bytes(tile, d, d, size, hopper=capability == 90, indirect=form == "paged")
+        found[-1] |= {"first": number == 0, "bound": bound, "M": tile.M, "dtype": dtype}
+
+for capability in (80, 86, 89, 90):
+    for d in (64, 128, 256):
+        attention(capability, d)
+        if capability in (86, 90):
+            attention(capability, d, rows=4)
+for d in (64, 128, 256):
+    attention(90, d, "dense", others=True)
+    attention(86, d, "dense", dtype="fp32")
+attention(90, 128, "ragged", dtype="fp16")
+attention(90, 128, extra=("sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
 print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def compiled():
+def child(source):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, timeout=600)
+    command = [sys.executable, "-c", COMMON + source]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return child(PAGED)
+
+
+@pytest.fixture(scope="module")
+def compiled_flash():
+    return child(FLASH)
 
 
 def test_kernels_compile_without_spills(compiled):
@@ -84,6 +143,24 @@ def test_kernels_compile_without_spills(compiled):
 
 
 def test_kernels_fit_the_shared_memory(compiled):
-    room = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
     for kernel in compiled:
-        assert kernel["shared"] <= room[kernel["sm"]], kernel
+        assert kernel["shared"] <= ROOM[kernel["sm"]], kernel
+
+
+def test_flash_attention_compiles_without_spills(compiled_flash):
+    assert {kernel["sm"] for kernel in compiled_flash} == set(ROOM)
+    for kernel in compiled_flash:
+        assert kernel["said"] > 0, f"ptxas said nothing of spills for {kernel}"
+        # What is tried beside the first choice may save a few registers around its loops.
+        assert kernel["spills"] <= (0 if kernel["first"] else 64), kernel
+
+
+def test_flash_attention_fits_the_shared_memory(compiled_flash):
+    for kernel in compiled_flash:
+        assert kernel["shared"] <= kernel["bound"] <= ROOM[kernel["sm"]], kernel
+
+
+def test_flash_attention_uses_hoppers_own_products(compiled_flash):
+    for kernel in compiled_flash:
+        wide = kernel["sm"] == 90 and kernel["M"] >= 64 and kernel["dtype"] != "fp32"
+        assert kernel["wgmma"] == wide, kernel

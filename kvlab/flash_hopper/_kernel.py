@@ -79,7 +79,7 @@ class Plan:
 
 @gluon.jit
 def bar_sync(bar, COUNT: gl.constexpr):
-    """Wait at a named barrier until COUNT threads have come."""
+    """Wait at a named barrier until COUNT threads have come. Source: chapter 03b."""
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,n", [bar, COUNT], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -87,7 +87,7 @@ def bar_sync(bar, COUNT: gl.constexpr):
 
 @gluon.jit
 def bar_arrive(bar, COUNT: gl.constexpr):
-    """Come to a named barrier and go on."""
+    """Come to a named barrier and go on. Source: chapter 03b."""
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n", [bar, COUNT], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -95,7 +95,10 @@ def bar_arrive(bar, COUNT: gl.constexpr):
 
 @gluon.jit
 def pack(p, DTYPE: gl.constexpr):
-    """Two neighbouring weights of a row in one 32-bit register. [M, N] float32 -> [M, N / 2] int32."""
+    """Two neighbouring weights of a row in one 32-bit register. [M, N] float32 -> [M, N / 2] int32.
+
+    Source: chapter 03b.
+    """
     low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
     if DTYPE == gl.bfloat16:  # noqa: SIM300
         return gl.inline_asm_elementwise(
@@ -109,7 +112,10 @@ def pack(p, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """The way back, as the left operand of a product from registers. [M, N / 2] int32 -> [M, N]."""
+    """The way back, as the left operand of a product from registers. [M, N / 2] int32 -> [M, N].
+
+    Source: chapter 03b.
+    """
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -119,14 +125,17 @@ def unpack(packed, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def row_max(x, S: gl.constexpr):
-    """The largest of each row, by a tree: [M, N] -> [M]."""
+    """The largest of each row, by a tree: [M, N] -> [M]. Source: chapter 03b."""
     halves = gl.max(gl.max(x.reshape([x.shape[0], 2, 2, x.shape[1] // 4]), 1), 1)
     return gl.convert_layout(gl.max(halves, 1), gl.SliceLayout(1, S))
 
 
 @gluon.jit
 def thread_sum(p):
-    """Sums of what each thread holds of a row, so that no thread waits for another: [M, N] -> [M, 4]."""
+    """Sums of what each thread holds of a row, so that no thread waits for another: [M, N] -> [M, 4].
+
+    Source: chapter 03b.
+    """
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
@@ -135,7 +144,10 @@ def thread_sum(p):
 
 @gluon.jit
 def describe(t, work, C: gl.constexpr):
-    """Tile t: its sequence, head, first query, first row in memory, lengths, and its range of key blocks."""
+    """Tile t: its sequence, head, first query, first row in memory, lengths, and its range of key blocks.
+
+    Source: chapter 03b.
+    """
     plan_ptr, cu_q, cu_k, used, heads, q_tiles, q_len, kv_len, num_tiles, width = work
     seq = t
     first = t * 0
@@ -180,14 +192,14 @@ def describe(t, work, C: gl.constexpr):
 
 @gluon.jit
 def tell(ring, slot, value, i: gl.constexpr):
-    """Write field i of a tile's description where the consumers find it."""
+    """Write field i of a tile's description where the consumers find it. Source: chapter 03b."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ring.index(slot * FIELDS + i).store(gl.full([1], value, gl.int32, one))
 
 
 @gluon.jit
 def told(ring, slot, i: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Read field i of a tile's description."""
+    """Read field i of a tile's description. Source: chapter 03b."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(ring.index(slot * FIELDS + i).load(one), 0)
 
@@ -197,19 +209,22 @@ def told(ring, slot, i: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def pages_of(table, kv_len, block, C: gl.constexpr):
-    """The pages of a block of keys: one for each copy."""
+    """The pages of a block of keys: one for each copy. Source: chapter 03b."""
     pages = ()
     if C.form == "paged":
         for j in gl.static_range(C.N // C.rows):
             key = block * C.N + j * C.rows
-            pages = pages + (gl.load(table + key // C.block_size, mask=key < kv_len, other=0),)  # noqa: RUF005
+            pages = pages + (gl.load(table + key // C.block_size, mask=key < kv_len, other=0),)  # type: ignore[assignment]  # noqa: RUF005
     return pages
 
 
 @gluon.jit
 def load_block(desc, full, buffer, where, pages, C: gl.constexpr):
     """Start the copies of one block of K or V; ``full`` is signalled when all of it has come. What lies past a
-    sequence's end arrives as zeros: a bounded copy (see the descriptors) never reads it."""
+    sequence's end arrives as zeros: a bounded copy (see the descriptors) never reads it.
+
+    Source: chapter 03b.
+    """
     seq, head, first_k, kv_len, block = where
     mbarrier.expect(full, desc.block_type.nbytes * (C.N // C.rows))
     if C.form == "dense":
@@ -226,7 +241,7 @@ def load_block(desc, full, buffer, where, pages, C: gl.constexpr):
 
 @gluon.jit
 def wait_free(base: gl.constexpr, count, C: gl.constexpr):
-    """Wait until the consumers have let go of the buffer that use number ``count`` will fill."""
+    """Wait until the consumers have let go of the buffer that use number ``count`` will fill. Source: chapter 03b."""
     if count >= C.stages:
         bar_sync(base + count % C.stages, C.consumers * 128 + 32)
 
@@ -234,7 +249,10 @@ def wait_free(base: gl.constexpr, count, C: gl.constexpr):
 @gluon.jit
 def announce(ring, n, t, work, C: gl.constexpr):
     """Tell the consumers, and this warp for later, what tile t is, their tile number n. A tile past the last one has no
-    blocks."""
+    blocks.
+
+    Source: chapter 03b.
+    """
     at = n % RING
     if t < work[8]:
         seq, head, start, first, first_k, q_len, kv_len, low, high = describe(t, work, C)
@@ -255,7 +273,10 @@ def announce(ring, n, t, work, C: gl.constexpr):
 @gluon.jit
 def producer(descs, buffers, table, counter, work, C: gl.constexpr):
     """Take tile after tile, announce each, and keep the copies of Q, K and V running ahead of the consumers. The next
-    tile is taken and described while the buffers are full, so that its first copies start at once."""
+    tile is taken and described while the buffers are full, so that its first copies start at once.
+
+    Source: chapter 03b.
+    """
     q_desc, k_desc, v_desc = descs
     qs, kb, vb, q_full, q_free, k_full, v_full, ring = buffers
     table_ptr, table_row = table
@@ -309,7 +330,7 @@ def producer(descs, buffers, table, counter, work, C: gl.constexpr):
 
 @gluon.jit
 def mask(scores, tile, first_key, C: gl.constexpr, S: gl.constexpr):
-    """-inf where a query does not see a key."""
+    """-inf where a query does not see a key. Source: chapter 03b."""
     first_query, q_len, kv_len = tile
     rows = gl.arange(0, C.M, gl.SliceLayout(1, S))
     keys = first_key + gl.arange(0, C.N, gl.SliceLayout(0, S))
@@ -327,7 +348,10 @@ def mask(scores, tile, first_key, C: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def softmax(scores, peak, total, scale, softcap, tile, first_key, at_edge, C: gl.constexpr, S: gl.constexpr):
-    """One block's weights, the factor by which the older sums shrink, and the new running maximum and sums (base 2)."""
+    """One block's weights, the factor by which the older sums shrink, and the new running maximum and sums (base 2).
+
+    Source: chapter 03b.
+    """
     if C.softcap:
         x = scores * (2.0 * LOG2E * scale / softcap)
         scores = (softcap * LOG2E) * (1.0 - 2.0 / (gl.exp2(x) + 1.0))
@@ -345,14 +369,14 @@ def softmax(scores, peak, total, scale, softcap, tile, first_key, at_edge, C: gl
 
 @gluon.jit
 def my_turn(WHO: gl.constexpr, C: gl.constexpr):
-    """Wait until the consumer before this one has put its products in the queue."""
+    """Wait until the consumer before this one has put its products in the queue. Source: chapter 03b."""
     if C.turns:
         bar_sync(TURN + WHO, 256)
 
 
 @gluon.jit
 def next_turn(WHO: gl.constexpr, C: gl.constexpr):
-    """Let the consumer after this one queue its products."""
+    """Let the consumer after this one queue its products. Source: chapter 03b."""
     if C.turns:
         bar_arrive(TURN + (WHO + 1) % C.consumers, 256)
 
@@ -360,7 +384,7 @@ def next_turn(WHO: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def step(q, kb, vb, k_full, v_full, acc, packed, shrink, peak, total, count, alive, more, scale, softcap, tile,
          first_key, at_edge, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Scores of the next block, while the last one's weights meet their values."""
+    """Scores of the next block, while the last one's weights meet their values. Source: chapter 03b."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     M: gl.constexpr = C.M
     N: gl.constexpr = C.N
@@ -388,7 +412,7 @@ def step(q, kb, vb, k_full, v_full, acc, packed, shrink, peak, total, count, ali
 
 @gluon.jit
 def start(ring, n, sink_ptr, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
-    """What a consumer must know of tile n, and its maximum and sums before the first key."""
+    """What a consumer must know of tile n, and its maximum and sums before the first key. Source: chapter 03b."""
     M: gl.constexpr = C.M
     N: gl.constexpr = C.N
     at = n % RING
@@ -404,7 +428,10 @@ def start(ring, n, sink_ptr, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr
 @gluon.jit
 def consumer(outputs, buffers, scale, softcap, WHO: gl.constexpr, C: gl.constexpr):
     """Rows WHO * M .. of each tile, from the scores to the output. The first scores of a tile are computed beside the
-    last product of the tile before, so that the tensor cores have work while rows are written."""
+    last product of the tile before, so that the tensor cores have work while rows are written.
+
+    Source: chapter 03b.
+    """
     qs, kb, vb, q_full, q_free, k_full, v_full, ring = buffers
     sink_ptr = outputs[2]
     M: gl.constexpr = C.M
@@ -475,7 +502,10 @@ def consumer(outputs, buffers, scale, softcap, WHO: gl.constexpr, C: gl.constexp
 def store(outputs, q, ring, at, acc, total, peak,
           WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Divide by the denominator and write a consumer's rows, through the buffer of its queries where that is free, so
-    that each row leaves whole."""
+    that each row leaves whole.
+
+    Source: chapter 03b.
+    """
     out_ptr, lse_ptr, sink_ptr, out_seq, out_token, out_head, lse_seq, lse_head = outputs
     head = told(ring, at, 1) * C.group
     first_query = told(ring, at, 2) + WHO * C.queries
