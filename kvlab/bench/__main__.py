@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from kvlab.bench import Record, Session, names, save, table
@@ -43,11 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     session = Session(options.device, quick=options.quick, peers=options.peers)
     records = []
+    # Being told to end, by a time limit say, is an interruption like any other; the main thread alone can catch it.
+    main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)) if main_thread else None
     try:
         for record in run(session):
             records.append(record)
             session.note(f"  {record.bench} {record.impl}: {record.value:.4g} {record.unit}")
     finally:  # an interrupted run keeps what it has measured
+        if main_thread:
+            signal.signal(signal.SIGTERM, before)
         print(table(records))
         if options.out:
             save(records, options.out)

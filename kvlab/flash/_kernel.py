@@ -105,7 +105,7 @@ def find_rows(table_ptr, start, high, k_page, v_page, K_SLOT: tl.constexpr, V_SL
     Source: chapter 03.
     """
     i = tl.arange(0, N)
-    if N * max(K_SLOT, V_SLOT) >= 2**30:
+    if N * K_SLOT >= 2**30 or N * V_SLOT >= 2**30:
         i = i.to(tl.int64)
     if table_ptr is None:
         at = start.to(tl.int64)
@@ -305,7 +305,7 @@ def configuration(
     name, capability, shared = _chip(q.device)
     found = _tune.candidates(
         capability=capability, shared=shared, width=_wide(q.shape[-1]), v_width=_wide(v.shape[-1]),
-        itemsize=q.element_size(), rows=max_seqlen_q * group, indirect=paged and page < 128,
+        itemsize=q.element_size(), rows=max_seqlen_q * group, indirect=paged,
     )  # fmt: skip
     key = _tune.shape_class(
         code=_code(), gpu=name, dtype=str(q.dtype).removeprefix("torch."), D=q.shape[-1], Dv=v.shape[-1], group=group,

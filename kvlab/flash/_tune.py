@@ -70,8 +70,8 @@ def candidates(
 
     Shapes and units: ``capability`` of the GPU, None in the interpreter; ``shared`` bytes of shared memory that a
     program may have; ``width`` and ``v_width`` head sizes rounded up to powers of two; ``itemsize`` bytes a number;
-    ``rows`` bounds new tokens times the group of one sequence; ``indirect``: every key's page is looked up (pages
-    smaller than N), which takes one of the stages that loads run ahead.
+    ``rows`` bounds new tokens times the group of one sequence; ``indirect``: pages are looked up before keys can be
+    loaded, which halves how far ahead the loads run.
 
     Raises: ValueError where not even the smallest tile fits the shared memory.
 
