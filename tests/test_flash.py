@@ -827,10 +827,9 @@ def test_tuning_on_a_gpu(monkeypatch):
     q, k = torch.randn(1, 500, 8, 64, device=ON).half(), torch.randn(1, 500, 2, 64, device=ON).half()
     before = runtime.launches["flash_attention_kernel"]
     out = flash.flash_attn_func(q, k, k, impl="triton")
-    tried = runtime.launches["flash_attention_kernel"] - before
-    assert tried > 3
+    assert runtime.launches["flash_attention_kernel"] == before + 1, "a trial counts as a launch"
+    holds(out[0], None, q[0], k[0], k[0], causal=False)
     assert torch.equal(flash.flash_attn_func(q, k, k, impl="triton"), out)
-    assert runtime.launches["flash_attention_kernel"] == before + tried + 1
     rows = json.loads(_tune.path().read_text())["rows"]
     assert list(flash.explain(q, k, k, impl="triton").config.values()) in rows.values()
 
