@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from array import array
 
 import numpy as np
 import pytest
 import torch
+from faulty import Faulty
 
 from kvlab import exercises, runtime
 from kvlab.exercises import ExerciseError, ch02
@@ -272,15 +274,7 @@ def kernel_of_other_arguments(cache_ptr, out_ptr, WIDTH: tl.constexpr):
     tl.store(out_ptr, tl.load(cache_ptr))
 
 
-class Faulty:
-    """``faulty_kernel`` with its fault chosen, launched like any kernel."""
-
-    def __init__(self, fault: str) -> None:
-        self.fn, self.__name__, self.fault = faulty_kernel, fault, fault
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: faulty_kernel[grid](*args, **kwargs, FAULT=self.fault)
-
+faulty = functools.partial(Faulty, faulty_kernel)
 
 FAULTS = [
     "one token more",
@@ -393,7 +387,7 @@ WRONG = {
         write_swaps_the_pair, write_says_nothing, write_copies_the_new_block, write_swallows_the_error,
         write_appends_a_list, write_one_block_early, lambda *_: None, lambda *_: 1 / 0,
     ],
-    "02.4": [*map(Faulty, FAULTS), stub_kernel, kernel_of_other_arguments, stub_kernel.fn, slot_mapping],
+    "02.4": [*map(faulty, FAULTS), stub_kernel, kernel_of_other_arguments, stub_kernel.fn, slot_mapping],
     "02.5": [
         planted(), planted(floor=False), planted(keeps_shared=False), truncate_frees_for_all, truncate_head_first,
         truncate_keeps_one_more, truncate_forgets_the_table, truncate_takes_any_length, lambda *_: None,
@@ -461,7 +455,7 @@ def test_a_wrong_kernel_is_caught_where_accesses_cannot_be_watched(monkeypatch: 
     for fault in FAULTS:
         if fault != "reads the table past the end":  # what was read is not used, so nothing shows
             with pytest.raises(ExerciseError):
-                exercises.check("02.4", Faulty(fault))
+                exercises.check("02.4", faulty(fault))
 
 
 @needs_triton
@@ -478,7 +472,7 @@ def test_a_wrong_kernel_is_told_what_is_wrong() -> None:
         "one token less": "must be",
     }.items():
         with pytest.raises(ExerciseError, match=match):
-            exercises.check("02.4", Faulty(fault))
+            exercises.check("02.4", faulty(fault))
     with pytest.raises(ExerciseError, match="not written"):
         exercises.check("02.4", stub_kernel)
     with pytest.raises(ExerciseError, match=r"@triton\.jit"):

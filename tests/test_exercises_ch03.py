@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
+from faulty import Faulty
 
 from kvlab import exercises, reference, runtime
 from kvlab.exercises import ExerciseError, ch03
@@ -321,15 +323,7 @@ def kernel_of_other_arguments(q_ptr, out_ptr, D: tl.constexpr):
     tl.store(out_ptr, tl.load(q_ptr))
 
 
-class Faulty:
-    """``faulty_kernel`` with its fault chosen, launched like any kernel."""
-
-    def __init__(self, fault: str) -> None:
-        self.fn, self.__name__, self.fault = faulty_kernel, fault, fault
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: faulty_kernel[grid](*args, **kwargs, FAULT=self.fault)
-
+faulty = functools.partial(Faulty, faulty_kernel)
 
 FAULTS = [
     "top-left", "reads q past its end", "floor", "all tiles", "one tile short", "reads v past its end", "no mask",
@@ -416,7 +410,7 @@ WRONG = {
         lambda *a: [float(n) for n in count_tiles(*a)], lambda *_: None, lambda *_: 1 / 0,
     ],
     "03.3": [*map(faulty_step, STEP_FAULTS), lambda *_: None, lambda *_: 1 / 0, lambda state, *_: state],
-    "03.4": [*map(Faulty, FAULTS), stub_kernel, kernel_of_other_arguments, stub_kernel.fn, flash_torch],
+    "03.4": [*map(faulty, FAULTS), stub_kernel, kernel_of_other_arguments, stub_kernel.fn, flash_torch],
     "03.5": [
         {}, {"one": FOUND["one"]}, {"two": FOUND["two"]}, {**FOUND, "three": ("empty", WIDE)},
         {**FOUND, "four": ("empty", WIDE)}, {"one": ("mask", LOW), "two": FOUND["two"]},
@@ -511,7 +505,7 @@ def test_a_wrong_kernel_is_caught_where_accesses_cannot_be_watched(monkeypatch: 
     for fault in FAULTS:
         if fault != "reads q past its end":  # those rows are not stored, so nothing shows
             with pytest.raises(ExerciseError):
-                exercises.check("03.4", Faulty(fault))
+                exercises.check("03.4", faulty(fault))
 
 
 def test_a_wrong_answer_is_told_what_is_wrong() -> None:
@@ -558,7 +552,7 @@ def test_a_wrong_kernel_is_told_what_is_wrong() -> None:
         "floor": "every score -60000.*off by",
     }.items():
         with pytest.raises(ExerciseError, match=match):
-            exercises.check("03.4", Faulty(fault))
+            exercises.check("03.4", faulty(fault))
     with pytest.raises(ExerciseError, match="not written"):
         exercises.check("03.4", stub_kernel)
     with pytest.raises(ExerciseError, match=r"@triton\.jit"):

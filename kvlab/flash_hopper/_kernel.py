@@ -1,5 +1,5 @@
-"""The forward kernel for Hopper, in Gluon: one CTA a multiprocessor, one warp that loads, two or three warpgroups that
-compute. Chapter 03b builds it step by step."""
+"""The forward kernel for Hopper, in Gluon: one CTA a multiprocessor, one warp that loads, two warpgroups that compute.
+Chapter 03b builds it step by step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Plan:
     wide_v: int
     N: int
     M: int = 64
-    consumers: int = 2
     stages: int = 2
     q_stages: int = 1
     block_size: int = 1
@@ -55,6 +54,11 @@ class Plan:
     sinks: bool = False
     lse: bool = False
     turns: bool = True
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute: three of them spill. Source: chapter 03b."""
+        return 2
 
     @property
     def staged(self) -> bool:
@@ -152,17 +156,15 @@ def describe(t, work, C: gl.constexpr):
     seq = t
     first = t * 0
     first_k = t * 0
-    if C.form == "dense":  # `width` heads at a time share the L2; the longest tiles first
-        chunk = t // (width * q_tiles)
-        rest = t - chunk * (width * q_tiles)
+    chunk = t // (width * q_tiles)  # `width` heads at a time share the L2; the longest tiles first
+    rest = t - chunk * (width * q_tiles)
+    if C.form == "dense":
         wide = gl.minimum(width, num_tiles // q_tiles - chunk * width)
         seq_head = chunk * width + rest % wide
         m = q_tiles - 1 - rest // wide
         seq = seq_head // heads
         head = seq_head % heads
     else:
-        chunk = t // (width * q_tiles)
-        rest = t - chunk * (width * q_tiles)
         wide = gl.minimum(width, heads - chunk * width)
         head = chunk * width + rest % wide
         place = plan_ptr + 2 + 2 * (rest // wide)
@@ -184,7 +186,7 @@ def describe(t, work, C: gl.constexpr):
     if C.right >= 0:
         high = gl.minimum(high, end + C.right)
     high = gl.cdiv(gl.maximum(high, 1), C.N)  # a tile that sees nothing still reads one block, all masked
-    low = gl.maximum(high - high, 0)
+    low = high * 0
     if C.left >= 0:
         low = gl.minimum(gl.maximum(past + start - C.left, 0) // C.N, high - 1)
     return seq, head, start, first, first_k, q_len, kv_len, low, high
@@ -578,16 +580,8 @@ def flash_hopper_kernel(
     buffers = (qs, kb, vb, q_full, q_free, k_full, v_full, ring)
     descs = (q_desc, k_desc, v_desc)
     table = (table_ptr, table_row)
-    if C.consumers == 2:
-        gl.warp_specialize([
-            (consumer, (outputs, buffers, scale, softcap, 0, C)),
-            (consumer, (outputs, buffers, scale, softcap, 1, C)),
-            (producer, (descs, buffers, table, counter, work, C)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (outputs, buffers, scale, softcap, 0, C)),
-            (consumer, (outputs, buffers, scale, softcap, 1, C)),
-            (consumer, (outputs, buffers, scale, softcap, 2, C)),
-            (producer, (descs, buffers, table, counter, work, C)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (outputs, buffers, scale, softcap, 0, C)),
+        (consumer, (outputs, buffers, scale, softcap, 1, C)),
+        (producer, (descs, buffers, table, counter, work, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
