@@ -139,17 +139,21 @@ from kvlab.flash_hopper._kernel import Plan, flash_hopper_kernel
 kernel = flash_hopper_kernel.fn
 LAUNCH = {"paged": ("table_ptr", "cu_q", "used"), "ragged": ("cu_q", "cu_k"), "dense": ()}
 
+OUT = {"dense": lambda rows: [1, rows, 1], "ragged": lambda rows: [1, 1, rows], "paged": lambda rows: [1, 1, rows]}
+
 def descriptor(block):
     layout = NVMMASharedLayout.get_default_for(block, bfloat16)
     return f"tensordesc<bf16{block},{layout!r}>"
 
 def build(form, dim, group, **options):
     options |= flash_hopper.tiling(dim, dim)
-    plan = Plan(form=form, group=group, share=1, dim=dim, dim_v=dim, lse=True, **options)
+    plan = Plan(form=form, group=group, share=1, dim=dim, dim_v=dim, lse=True, copies_out=options["q_stages"] > 1,
+                **options)
     bound = [1] if form == "dense" else [1, 1]
     types = {"q_desc": descriptor([1, plan.queries, 1, group, plan.wide]),
              "k_desc": descriptor([*bound, plan.rows, 1, plan.wide]),
              "v_desc": descriptor([*bound, plan.rows, 1, plan.wide_v]),
+             "out_desc": descriptor([*OUT[form](plan.queries), group, plan.wide_v]) if plan.copies_out else "*bf16",
              "out_ptr": "*bf16", "lse_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
     types |= {name: "*i32" for name in ("plan_ptr", "counter", *LAUNCH[form])}
     types |= {name: "i64" for name in ("table_row", "out_seq", "lse_seq")}
@@ -189,7 +193,7 @@ for form, dim, group, options in [
     found.append({"name": f"{form} {dim}", "said": said, "shared": done.metadata.shared,
                   "loops": list(block_loops(sass)),
                   "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
-                  **{word: word in sass for word in ("HGMMA", "UTMALDG", "USETMAXREG")}})
+                  **{word: word in sass for word in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")}})
 print(json.dumps(found))
 """
 
@@ -206,6 +210,7 @@ def test_it_compiles_to_asynchronous_products_and_copies_and_keeps_its_loop_in_r
     for kernel in found:
         assert kernel["HGMMA"], kernel
         assert kernel["UTMALDG"], kernel
+        assert kernel["UTMASTG"] or "256" in kernel["name"], kernel
         assert kernel["USETMAXREG"], kernel
         assert "serialized" not in kernel["said"], kernel  # ptxas gives up asynchrony with a remark only
         assert kernel["shared"] <= 227 * 1024, kernel
@@ -268,6 +273,24 @@ class TestOnHopper:
             out, lse = flash.flash_attn_func(q, k, v, impl="hopper", return_lse=True, **given)
             given = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
             hold(out[0], lse[0], q[0], k[0], v[0], **given)
+
+    @pytest.mark.parametrize("dim", [64, 128, 256])
+    def test_a_maximum_that_keeps_growing(self, dim):
+        """The kernel moves its running maximum, and rescales, only where scores have grown 256-fold: make them grow in
+        some rows and not in others, and from block to block, last to first, which is its order."""
+        q, k, v = tensors((1, 200, 8, dim), (1, 1500, 2, dim), device=ON)
+        q[:, ::3] *= 0.01  # these rows never rescale
+        k *= torch.linspace(40, 0.1, 1500, device=ON)[:, None, None]
+        out, lse = flash.flash_attn_func(q, k, v, causal=False, impl="hopper", return_lse=True)
+        hold(out[0], lse[0], q[0], k[0], v[0], causal=False)
+
+    def test_an_output_that_the_copy_engine_cannot_write(self):
+        q, k, v = tensors((2, 300, 8, 128), (2, 310, 2, 128), device=ON)
+        want = flash.flash_attn_func(q, k, v, causal=True, impl="hopper")
+        wider = torch.full((2, 300, 8, 129), 7.0, dtype=q.dtype, device=ON)
+        flash.flash_attn_func(q, k, v, causal=True, impl="hopper", out=wider[..., :128])
+        assert torch.equal(wider[..., :128], want)
+        assert (wider[..., 128] == 7.0).all()
 
     def test_strided_inputs_and_values_of_another_size(self):
         q, k, v = tensors((2, 8, 300, 64), (2, 2, 310, 64), device=ON, v_dim=128)

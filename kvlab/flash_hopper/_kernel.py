@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper, in Gluon: one CTA a multiprocessor, one warp that loads, two warpgroups that compute.
+"""The forward kernel for Hopper, in Gluon: one CTA a multiprocessor, two warps that load, warpgroups that compute.
 Chapter 03b builds it step by step."""
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from kvlab.runtime import counted
 
+copy_out = gl.constexpr(tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global)
 copy_in = gl.constexpr(tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared)
 FAR = gl.constexpr(1 << 30)  # beyond this coordinate a bounded copy fills in zeros
 INF = gl.constexpr(float("inf"))
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+GROWTH = gl.constexpr(8.0)  # in powers of two: how far scores may pass the running maximum before it moves
 # Named barriers, of which a CTA has 16: the compiler takes the first four.
 K_FREE, V_FREE, TURN = gl.constexpr(4), gl.constexpr(8), gl.constexpr(12)
 # How much a consumer is told of a tile, and of how many tiles at once.
-FIELDS, RING = gl.constexpr(9), gl.constexpr(4)
+FIELDS, RING = gl.constexpr(9), gl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Plan:
     Shapes and units: ``form`` "dense", "ragged" or "paged"; ``group`` query heads packed into a tile, ``share`` packs
     that read one KV head; ``dim``, ``dim_v`` numbers of a head as stored, ``wide``, ``wide_v`` as tiled; ``M`` rows of
     a consumer, ``N`` keys of a block; ``stages`` buffers of K and of V, ``q_stages`` of Q; ``left``, ``right`` the
-    window, -1 for none; ``turns`` whether the consumers take turns at the tensor cores.
+    window, -1 for none; ``turns`` whether the consumers take turns at the tensor cores; ``late`` whether weights are
+    packed, and sums rescaled, at a step's end and not in the shadow of the next step's first product (fewer registers);
+    ``copies_out`` whether the copy engine writes the output.
 
     Source: chapter 03b.
     """
@@ -54,10 +58,12 @@ class Plan:
     sinks: bool = False
     lse: bool = False
     turns: bool = True
+    late: bool = False
+    copies_out: bool = False
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute: three of them spill. Source: chapter 03b."""
+        """Warpgroups that compute: with three, each has too few registers. Source: chapter 03b."""
         return 2
 
     @property
@@ -95,6 +101,40 @@ def bar_arrive(bar, COUNT: gl.constexpr):
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,n", [bar, COUNT], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+def _scaling(n: int) -> tuple[str, str]:
+    """The PTX of ``rescale`` for n numbers of a thread, and its operands: n results, n numbers, n factors. A thread
+    holds two rows, two numbers of the one and then two of the other."""
+    lines = [
+        "{ .reg .pred p, q;",
+        f"setp.neu.f32 p, ${2 * n}, 0f3F800000;",
+        f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;",
+        "vote.sync.any.pred q, p, 0xffffffff;",
+        *(f"mov.f32 ${i}, ${n + i};" for i in range(n)),
+        "@!q bra.uni DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * n + i % 4};" for i in range(n)),
+        "DONE: }",
+    ]
+    return " ".join(lines), ",".join(["=&f"] * n + ["f"] * (2 * n))
+
+
+SCALE_32, OF_32 = map(gl.constexpr, _scaling(32))
+SCALE_64, OF_64 = map(gl.constexpr, _scaling(64))
+
+
+@gluon.jit
+def rescale(acc, factor, O: gl.constexpr):
+    """Multiply each row by its factor, unless all factors of a warp are one: then its threads jump over the products.
+    [M, D], [M] -> [M, D].
+
+    Source: chapter 03b.
+    """
+    factors = gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None].broadcast_to(acc.shape)
+    if acc.shape[1] == 64:
+        return gl.inline_asm_elementwise(SCALE_32, OF_32, [acc, factors], dtype=gl.float32, is_pure=True, pack=32)
+    else:
+        return gl.inline_asm_elementwise(SCALE_64, OF_64, [acc, factors], dtype=gl.float32, is_pure=True, pack=64)
 
 
 @gluon.jit
@@ -206,7 +246,7 @@ def told(ring, slot, i: gl.constexpr, WARPS: gl.constexpr = 4):
     return gl.max(ring.index(slot * FIELDS + i).load(one), 0)
 
 
-# --- the warp that loads ---------------------------------------------------------------------------------------------
+# --- the warps that load --------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -273,15 +313,24 @@ def announce(ring, n, t, work, C: gl.constexpr):
 
 
 @gluon.jit
-def producer(descs, buffers, table, counter, work, C: gl.constexpr):
-    """Take tile after tile, announce each, and keep the copies of Q, K and V running ahead of the consumers. The next
-    tile is taken and described while the buffers are full, so that its first copies start at once.
+def pages_start(table, seq, otherwise, C: gl.constexpr):
+    """Where a sequence's row of the block table begins. Source: chapter 03b."""
+    place = otherwise  # not read
+    if C.form == "paged":
+        table_ptr, table_row = table
+        place = table_ptr + seq.to(gl.int64) * table_row
+    return place
+
+
+@gluon.jit
+def load_keys(descs, buffers, table, counter, work, C: gl.constexpr):
+    """Take tile after tile, announce each, and keep the copies of Q and K running ahead of the consumers. The next tile
+    is taken and described while the buffers are full, so that its first copies start at once.
 
     Source: chapter 03b.
     """
-    q_desc, k_desc, v_desc = descs
-    qs, kb, vb, q_full, q_free, k_full, v_full, ring = buffers
-    table_ptr, table_row = table
+    q_desc, k_desc, _v_desc = descs
+    qs, kb, _vb, q_full, q_free, k_full, _v_full, ring = buffers
     count = 0
     n = 0
     announce(ring, 0, gl.program_id(0), work, C)
@@ -298,9 +347,7 @@ def producer(descs, buffers, table, counter, work, C: gl.constexpr):
             row = told(ring, at, 3, 1) + told(ring, at, 2, 1) + c * C.queries
             copy_in(q_desc, [seq if C.form == "dense" else 0, row, head, 0, 0], full,
                     qs.index(c * C.q_stages + slot).reshape([1, C.queries, 1, C.group, C.wide]))  # fmt: skip
-        pages_ptr = counter  # not read
-        if C.form == "paged":
-            pages_ptr = table_ptr + seq.to(gl.int64) * table_row
+        pages_ptr = pages_start(table, seq, counter, C)
         kv_len = told(ring, at, 5, 1)
         first_k = told(ring, at, 8, 1)
         blocks = high - told(ring, at, 6, 1)
@@ -308,11 +355,9 @@ def producer(descs, buffers, table, counter, work, C: gl.constexpr):
             block = high - 1 - i
             stage = count % C.stages
             pages = pages_of(pages_ptr, kv_len, block, C)
-            where = (seq, head // C.share, first_k, kv_len, block)
             wait_free(K_FREE, count, C)
+            where = (seq, head // C.share, first_k, kv_len, block)
             load_block(k_desc, k_full.index(stage), kb.index(stage), where, pages, C)
-            wait_free(V_FREE, count, C)
-            load_block(v_desc, v_full.index(stage), vb.index(stage), where, pages, C)
             count += 1
             if i == gl.minimum(C.stages, blocks) - 1:
                 taken = gl.atomic_add(counter, 1)
@@ -325,6 +370,39 @@ def producer(descs, buffers, table, counter, work, C: gl.constexpr):
         slot = n % C.q_stages
         mbarrier.wait(q_free.index(c * C.q_stages + slot), ((n // C.q_stages) & 1) ^ 1)
         mbarrier.arrive(q_full.index(c * C.q_stages + slot), count=1)
+
+
+@gluon.jit
+def load_values(descs, buffers, table, counter, work, C: gl.constexpr):
+    """The same for V, in a warp of its own: with small pages one warp cannot start copies fast enough for both. It
+    learns of a tile as the consumers do, when the first queries have come.
+
+    Source: chapter 03b.
+    """
+    _q_desc, _k_desc, v_desc = descs
+    _qs, _kb, vb, q_full, _q_free, _k_full, v_full, ring = buffers
+    count = 0
+    n = 0
+    mbarrier.wait(q_full.index(0), 0)
+    high = told(ring, 0, 7, 1)
+    while high > 0:
+        at = n % RING
+        seq = told(ring, at, 0, 1)
+        head = told(ring, at, 1, 1)
+        pages_ptr = pages_start(table, seq, counter, C)
+        kv_len = told(ring, at, 5, 1)
+        first_k = told(ring, at, 8, 1)
+        for i in range(high - told(ring, at, 6, 1)):
+            block = high - 1 - i
+            stage = count % C.stages
+            pages = pages_of(pages_ptr, kv_len, block, C)
+            wait_free(V_FREE, count, C)
+            where = (seq, head // C.share, first_k, kv_len, block)
+            load_block(v_desc, v_full.index(stage), vb.index(stage), where, pages, C)
+            count += 1
+        n += 1
+        mbarrier.wait(q_full.index(n % C.q_stages), (n // C.q_stages) & 1)
+        high = told(ring, n % RING, 7, 1)
 
 
 # --- the warpgroups that compute -------------------------------------------------------------------------------------
@@ -360,7 +438,8 @@ def softmax(scores, peak, total, scale, softcap, tile, first_key, at_edge, C: gl
         scale = 1.0
     if at_edge:
         scores = mask(scores, tile, first_key, C, S)
-    new = gl.maximum(peak, row_max(scores, S) * scale)
+    new = row_max(scores, S) * scale
+    new = gl.where(new - peak > GROWTH, new, peak)  # any maximum near enough will do, and one that stays is free
     safe = gl.where(new == -INF, 0.0, new)  # a row that has seen nothing yet: exp2(-inf - 0) is 0
     p = gl.exp2(scores * scale - safe[:, None])
     shrink = gl.exp2(peak - safe)
@@ -384,8 +463,9 @@ def next_turn(WHO: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def step(q, kb, vb, k_full, v_full, acc, packed, shrink, peak, total, count, alive, more, scale, softcap, tile,
-         first_key, at_edge, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
+def step(q, kb, vb, k_full, v_full, acc, p, shrink, peak, total, count, alive, more, scale, softcap, tile, first_key,
+         at_edge, ENDS: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr,
+         O: gl.constexpr):  # fmt: skip
     """Scores of the next block, while the last one's weights meet their values. Source: chapter 03b."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     M: gl.constexpr = C.M
@@ -395,40 +475,72 @@ def step(q, kb, vb, k_full, v_full, acc, packed, shrink, peak, total, count, ali
     my_turn(WHO, C)
     zero = gl.zeros([M, N], gl.float32, S)
     scores = warpgroup_mma(q, kb.index(ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
+    # Also keeps what follows behind the first product: the compiler moves nothing across this loop.
     mbarrier.wait(v_full.index(behind), (count // C.stages) & 1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-    acc = warpgroup_mma(unpack(packed, q.dtype, OPERAND), vb.index(behind), acc, is_async=True)
+    if not C.late:
+        acc = rescale(acc, shrink, O)
+        p = pack(p, q.dtype)
+    acc = warpgroup_mma(unpack(p, q.dtype, OPERAND), vb.index(behind), acc, is_async=True)
     next_turn(WHO, C)
     scores = warpgroup_mma_wait(1, deps=[scores])
     p, shrink, peak, total = softmax(scores, peak, total, scale, softcap, tile, first_key, at_edge, C, S)
-    packed = pack(p, q.dtype)
     count += 1
-    # Also keeps the wait for the product below the softmax: the compiler moves nothing across this loop.
+    # Keeps the wait for the product below the softmax.
     mbarrier.wait(k_full.index((count + 1) % C.stages), ((count + 1) // C.stages) & 1, pred=more)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if alive:
         bar_arrive(K_FREE + ahead, C.consumers * 128 + 32)
     bar_arrive(V_FREE + behind, C.consumers * 128 + 32)
-    return acc, packed, shrink, peak, total, count
+    if C.late:
+        p = pack(p, q.dtype)
+        if not ENDS:
+            acc = rescale(acc, shrink, O)
+    return acc, p, shrink, peak, total, count
 
 
 @gluon.jit
-def start(ring, n, sink_ptr, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
-    """What a consumer must know of tile n, and its maximum and sums before the first key. Source: chapter 03b."""
+def start(ring, n, WHO: gl.constexpr, C: gl.constexpr):
+    """What a consumer must know of tile n: its queries and lengths, the end of its blocks, how many they are, and which
+    of them need a mask: the first ``top``, and from ``bottom`` on.
+
+    Source: chapter 03b.
+    """
+    at = n % RING
+    first_query = told(ring, at, 2) + WHO * C.queries
+    q_len = told(ring, at, 4)
+    kv_len = told(ring, at, 5)
+    high = told(ring, at, 7)
+    blocks = high - told(ring, at, 6)
+    # Blocks are taken from the last to the first. Those at the diagonal and at the window's edge need a mask.
+    clear = kv_len
+    past = kv_len - q_len
+    if C.causal:
+        clear = gl.minimum(clear, past + first_query + 1)
+    if C.right >= 0:
+        clear = gl.minimum(clear, past + first_query + 1 + C.right)
+    top = gl.minimum(high - gl.maximum(clear, 0) // C.N, blocks)
+    bottom = blocks
+    if C.left >= 0:
+        edge = gl.maximum(past + gl.minimum(first_query + C.queries, q_len) - 1 - C.left, 0)
+        bottom = gl.maximum(gl.minimum(blocks, high - gl.cdiv(edge, C.N)), top)
+    return (first_query, q_len, kv_len), high, blocks, top, bottom
+
+
+@gluon.jit
+def nothing_seen(ring, n, sink_ptr, C: gl.constexpr, S: gl.constexpr):
+    """The running maximum and sums of tile n before its first key. Source: chapter 03b."""
     M: gl.constexpr = C.M
     N: gl.constexpr = C.N
-    at = n % RING
-    tile = (told(ring, at, 2) + WHO * C.queries, told(ring, at, 4), told(ring, at, 5))
     total = thread_sum(gl.zeros([M, N], gl.float32, S))
     peak = gl.full([M], -INF, gl.float32, gl.SliceLayout(1, S))
     if C.sinks:
         rows = gl.arange(0, M, gl.SliceLayout(1, S))
-        peak = gl.load(sink_ptr + told(ring, at, 1) * C.group + rows % C.group) * LOG2E
-    return tile, peak, total
+        peak = gl.load(sink_ptr + told(ring, n % RING, 1) * C.group + rows % C.group) * LOG2E
+    return peak, total
 
 
 @gluon.jit
-def consumer(outputs, buffers, scale, softcap, WHO: gl.constexpr, C: gl.constexpr):
+def consumer(out_desc, outputs, buffers, scale, softcap, WHO: gl.constexpr, C: gl.constexpr):
     """Rows WHO * M .. of each tile, from the scores to the output. The first scores of a tile are computed beside the
     last product of the tile before, so that the tensor cores have work while rows are written.
 
@@ -446,9 +558,8 @@ def consumer(outputs, buffers, scale, softcap, WHO: gl.constexpr, C: gl.constexp
     count = 0
     n = 0
     mbarrier.wait(q_full.index(WHO * C.q_stages), 0)
-    high = told(ring, 0, 7)
-    tile, peak, total = start(ring, 0, sink_ptr, WHO, C, S)
-    blocks = high - told(ring, 0, 6)
+    tile, high, blocks, top, bottom = start(ring, 0, WHO, C)
+    peak, total = nothing_seen(ring, 0, sink_ptr, C, S)
     mbarrier.wait(k_full.index(0), 0, pred=high > 0)
     zero = gl.zeros([M, N], gl.float32, S)
     first_q = qs.index(WHO * C.q_stages)
@@ -457,54 +568,41 @@ def consumer(outputs, buffers, scale, softcap, WHO: gl.constexpr, C: gl.constexp
     if high > 0:
         bar_arrive(K_FREE, C.consumers * 128 + 32)
     p, shrink, peak, total = softmax(scores, peak, total, scale, softcap, tile, (high - 1) * C.N, True, C, S)
-    packed = pack(p, qs.dtype)
+    if C.late:
+        p = pack(p, qs.dtype)
     mbarrier.wait(k_full.index(1 % C.stages), 1 // C.stages, pred=blocks > 1)
     while high > 0:
         slot = WHO * C.q_stages + n % C.q_stages
         q = qs.index(slot)
-        first_query, q_len, kv_len = tile
-        # Blocks are taken from the last to the first. Those at the diagonal and at the window's edge need a mask.
-        clear = kv_len
-        past = kv_len - q_len
-        if C.causal:
-            clear = gl.minimum(clear, past + first_query + 1)
-        if C.right >= 0:
-            clear = gl.minimum(clear, past + first_query + 1 + C.right)
-        top = gl.minimum(gl.maximum(high - gl.maximum(clear, 0) // C.N, 1), blocks)
-        bottom = blocks
-        if C.left >= 0:
-            edge = gl.maximum(past + gl.minimum(first_query + C.queries, q_len) - 1 - C.left, 0)
-            bottom = gl.maximum(gl.minimum(blocks, high - gl.cdiv(edge, C.N)), top)
         acc = gl.zeros([M, WIDE], gl.float32, O)
         for i in range(1, blocks):
-            acc, packed, shrink, peak, total, count = step(
-                q, kb, vb, k_full, v_full, acc, packed, shrink, peak, total, count, True, i + 1 < blocks, scale,
-                softcap, tile, (high - 1 - i) * C.N, (i < top) | (i >= bottom), WHO, C, S, O)  # fmt: skip
+            acc, p, shrink, peak, total, count = step(
+                q, kb, vb, k_full, v_full, acc, p, shrink, peak, total, count, True, i + 1 < blocks, scale, softcap,
+                tile, (high - 1 - i) * C.N, (i < top) | (i >= bottom), False, WHO, C, S, O)  # fmt: skip
         if not C.staged:
             mbarrier.arrive(q_free.index(slot), count=1)
         n += 1
         slot_next = WHO * C.q_stages + n % C.q_stages
         mbarrier.wait(q_full.index(slot_next), (n // C.q_stages) & 1)
-        high = told(ring, n % RING, 7)
-        blocks = high - told(ring, n % RING, 6)
-        alive = high > 0
         old_peak = peak
-        old_total = total
-        tile, peak, total = start(ring, n, sink_ptr, WHO, C, S)
+        old_total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))
+        tile, high, blocks, top, bottom = start(ring, n, WHO, C)
+        peak, total = nothing_seen(ring, n, sink_ptr, C, S)
+        alive = high > 0
         mbarrier.wait(k_full.index((count + 1) % C.stages), ((count + 1) // C.stages) & 1, pred=alive)
-        acc, packed, shrink, peak, total, count = step(
-            qs.index(slot_next), kb, vb, k_full, v_full, acc, packed, shrink, peak, total, count, alive, blocks > 1,
-            scale, softcap, tile, (high - 1) * C.N, True, WHO, C, S, O)  # fmt: skip
-        store(outputs, q, ring, (n - 1) % RING, acc, old_total, old_peak, WHO, C, S, O)
+        acc, p, shrink, peak, total, count = step(
+            qs.index(slot_next), kb, vb, k_full, v_full, acc, p, shrink, peak, total, count, alive, blocks > 1, scale,
+            softcap, tile, (high - 1) * C.N, (top > 0) | (bottom <= 0), True, WHO, C, S, O)  # fmt: skip
+        store(out_desc, outputs, q, ring, (n - 1) % RING, acc, old_total, old_peak, WHO, C, S, O)
         if C.staged:
             mbarrier.arrive(q_free.index(slot), count=1)
 
 
 @gluon.jit
-def store(outputs, q, ring, at, acc, total, peak,
+def store(out_desc, outputs, q, ring, at, acc, total, peak,
           WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Divide by the denominator and write a consumer's rows, through the buffer of its queries where that is free, so
-    that each row leaves whole.
+    """Divide by the denominator and write a consumer's rows, through the buffer of its queries where that is free: from
+    there the copy engine takes them, or, where its strides do not fit, threads that write each row whole.
 
     Source: chapter 03b.
     """
@@ -514,7 +612,6 @@ def store(outputs, q, ring, at, acc, total, peak,
     first = told(ring, at, 3)
     q_len = told(ring, at, 4)
     seq = told(ring, at, 0).to(gl.int64)
-    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))
     rows = gl.arange(0, C.M, gl.SliceLayout(1, S))
     if C.sinks:
         sink = gl.load(sink_ptr + head + rows % C.group) * LOG2E
@@ -529,6 +626,17 @@ def store(outputs, q, ring, at, acc, total, peak,
         if C.form == "dense":
             place += seq * lse_seq
         gl.store(lse_ptr + place, lse, mask=query < q_len)
+    if C.copies_out:  # bounded as a copy in: rows past the last query are not written
+        q.store(out)
+        hopper.fence_async_shared()
+        if C.form == "dense":
+            place = [told(ring, at, 0), first_query, told(ring, at, 1), 0, 0]
+            copy_out(out_desc, place, q.reshape([1, C.queries, 1, C.group, C.wide_v]))
+        else:
+            place = [FAR, first + q_len, FAR - q_len + first_query, head, 0]
+            copy_out(out_desc, place, q.reshape([1, 1, C.queries, C.group, C.wide_v]))
+        tma.store_wait(0)
+        return
     LANES: gl.constexpr = min(16, C.wide_v // 8)
     W: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0]) if C.staged else O
     if C.staged:
@@ -548,7 +656,7 @@ def store(outputs, q, ring, at, acc, total, peak,
 @counted
 @gluon.jit
 def flash_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, plan_ptr, counter, cu_q, cu_k, used,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, plan_ptr, counter, cu_q, cu_k, used,
     table_row, out_seq, out_token, out_head, lse_seq, lse_head, heads, q_tiles, q_len, kv_len, num_tiles, width,
     scale, softcap, C: gl.constexpr,
 ):  # fmt: skip
@@ -581,7 +689,8 @@ def flash_hopper_kernel(
     descs = (q_desc, k_desc, v_desc)
     table = (table_ptr, table_row)
     gl.warp_specialize([
-        (consumer, (outputs, buffers, scale, softcap, 0, C)),
-        (consumer, (outputs, buffers, scale, softcap, 1, C)),
-        (producer, (descs, buffers, table, counter, work, C)),
-    ], [4, 1], [240, 24])  # fmt: skip
+        (consumer, (out_desc, outputs, buffers, scale, softcap, 0, C)),
+        (consumer, (out_desc, outputs, buffers, scale, softcap, 1, C)),
+        (load_keys, (descs, buffers, table, counter, work, C)),
+        (load_values, (descs, buffers, table, counter, work, C)),
+    ], [4, 1, 1], [240, 24, 24])  # fmt: skip

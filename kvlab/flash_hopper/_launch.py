@@ -65,11 +65,8 @@ def refusal(
     if min(k.shape) == 0 or min(v.shape) == 0 or min(q.shape) == 0:
         return "a tensor is empty"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.data_ptr() % 16:
-            return f"{name} does not begin on 16 bytes"
-        wrong = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1 and s % 8]
-        if wrong or x.stride(-1) != 1:
-            return f"{name} is strided by {(wrong or [x.stride(-1)])[-1]} elements, no multiple of 16 bytes"
+        if (why := _misfit(name, x)) is not None:
+            return why
     if paged:
         block_size = k.shape[1]
         if block_size < 8 or block_size & (block_size - 1):
@@ -82,12 +79,22 @@ def refusal(
     return None
 
 
+def _misfit(name: str, x: Tensor) -> str | None:
+    """Why the copy engine cannot address a 16-bit tensor; None where it can."""
+    if x.data_ptr() % 16:
+        return f"{name} does not begin on 16 bytes"
+    wrong = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1 and s % 8]
+    if wrong or x.stride(-1) != 1:
+        return f"{name} is strided by {(wrong or [x.stride(-1)])[-1]} elements, no multiple of 16 bytes"
+    return None
+
+
 def tiling(dim: int, dim_v: int) -> dict[str, int]:
-    """Tile sizes by head size: keys of a block, consumers, buffers. Source: chapter 03b."""
+    """Tile sizes by head size: keys of a block, buffers of K and V and of Q, and ``Plan.late``. Source: chapter 03b."""
     wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
     largest = max(wide, wide_v)
     sizes = {64: {"N": 128, "stages": 3, "q_stages": 2}, 128: {"N": 128, "stages": 2, "q_stages": 2}}
-    return {"wide": wide, "wide_v": wide_v, **sizes.get(largest, {"N": 64, "stages": 2, "q_stages": 1})}
+    return {"wide": wide, "wide_v": wide_v, **sizes.get(largest, {"N": 64, "stages": 2, "q_stages": 1, "late": True})}
 
 
 def forward(
@@ -110,14 +117,16 @@ def forward(
     group = heads // kv_heads
     packed = group if group & (group - 1) == 0 and group <= 64 else 1  # a copy's box wants powers of two
     left, right = (min(w, FAR) for w in window_size)
-    chosen = {**tiling(dim, dim_v), **tiles}
+    chosen: dict[str, int | bool] = {**tiling(dim, dim_v), **tiles}
+    if chosen["q_stages"] > 1 and chosen["wide"] == chosen["wide_v"]:  # rows wait in the buffer of their queries
+        chosen.setdefault("copies_out", _misfit("out", out) is None)
     plan = Plan(
         form=form, group=packed, share=group // packed, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=k.shape[1] if form == "paged" else 1, softcap=softcap > 0, sinks=sinks is not None,
         lse=lse is not None, **chosen,  # type: ignore[arg-type]
     )  # fmt: skip
     packs, tokens = heads // packed, plan.consumers * plan.queries
-    q_desc, k_desc, v_desc = _descriptors(q, k, v, plan, packs)
+    q_desc, k_desc, v_desc, out_desc = _descriptors(q, k, v, out, plan, packs)
     sms = _multiprocessors(q.device)
     q_len = kv_len = num_tiles = 0
     if form == "dense":
@@ -140,17 +149,19 @@ def forward(
     strides = (out.stride(0), out.stride(1), out.stride(2)) if form == "dense" else (0, out.stride(0), out.stride(1))
     rows = (0, 0) if lse is None else (lse.stride(0), lse.stride(1)) if form == "dense" else (0, lse.stride(0))
     flash_hopper_kernel[(min(sms, bound),)](
-        q_desc, k_desc, v_desc, out, lse, sinks, block_table, order, _counter(q.device), cu_seqlens_q, cu_seqlens_k,
-        seqused_k, 0 if block_table is None else block_table.stride(0), *strides, *rows, packs, q_tiles, q_len, kv_len,
-        num_tiles, max(1, 2 * sms // q_tiles), scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan,
-        num_warps=4,
+        q_desc, k_desc, v_desc, out_desc, out, lse, sinks, block_table, order, _counter(q.device), cu_seqlens_q,
+        cu_seqlens_k, seqused_k, 0 if block_table is None else block_table.stride(0), *strides, *rows, packs, q_tiles,
+        q_len, kv_len, num_tiles, max(1, 2 * sms // q_tiles), scale * (1.0 if softcap > 0 else LOG2E.value), softcap,
+        C=plan, num_warps=4,
     )  # fmt: skip
 
 
-def _descriptors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, packs: int) -> tuple[TensorDescriptor, ...]:
-    """How the copy engine sees the tensors. A ragged or paged K or V gets two more dimensions in front, whose strides
-    add up to nothing: coordinates (FAR, first + valid, FAR - valid + i) address row first + i, and from row ``valid``
-    on lie out of bounds, where a copy fills in zeros."""
+def _descriptors(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, plan: Plan, packs: int
+) -> tuple[TensorDescriptor | Tensor, ...]:
+    """How the copy engine sees the tensors. A ragged or paged K, V or output gets two more dimensions in front, whose
+    strides add up to nothing: coordinates (FAR, first + valid, FAR - valid + i) address row first + i, and from row
+    ``valid`` on lie out of bounds, where a copy in fills in zeros and a copy out writes nothing."""
     dtype = gl_bfloat16  # the layout depends on its 16 bits alone
 
     def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
@@ -165,6 +176,14 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, packs: int) -> tup
     q_desc = descriptor(
         q, [b, length, packs, group, dim], [sb, sl, group * sh, sh, 1], [1, plan.queries, 1, group, plan.wide]
     )
+    out_desc: TensorDescriptor | Tensor = out  # not read
+    if plan.copies_out and plan.form == "dense":
+        (so, sl, sh, _), box = out.stride(), [1, plan.queries, 1, group, plan.wide_v]
+        out_desc = descriptor(out, [b, length, packs, group, plan.dim_v], [so, sl, group * sh, sh, 1], box)
+    elif plan.copies_out:
+        (row, sh, _), box = out.stride(), [1, 1, plan.queries, group, plan.wide_v]
+        shape = [MOST, MOST, FAR, out.shape[1], plan.dim_v]
+        out_desc = descriptor(out, shape, [2**34 - row, row, row, sh, 1], box)
     kv = []
     for x, wide in ((k, plan.wide), (v, plan.wide_v)):
         if plan.form == "dense":
@@ -173,7 +192,7 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, plan: Plan, packs: int) -> tup
             row = x.stride(-3)
             shape = [MOST, MOST, FAR, x.shape[-2], x.shape[-1]]
             kv.append(descriptor(x, shape, [2**34 - row, row, row, x.stride(-2), 1], [1, 1, plan.rows, 1, wide]))
-    return (q_desc, *kv)
+    return (q_desc, *kv, out_desc)
 
 
 @functools.cache
