@@ -180,6 +180,7 @@ found = []
 for form, dim, group, options in [
     ("paged", 128, 4, dict(causal=True, block_size=16)), ("dense", 256, 1, dict(causal=True)),
     ("ragged", 64, 2, dict(left=100, right=3, softcap=True, sinks=True)),
+    ("dense", 128, 4, dict(causal=True, left=100, softcap=True, sinks=True)),
 ]:
     done = build(form, dim, group, **options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -206,7 +207,7 @@ def test_it_compiles_to_asynchronous_products_and_copies_and_keeps_its_loop_in_r
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 3
+    assert len(found) == 4
     for kernel in found:
         assert kernel["HGMMA"], kernel
         assert kernel["UTMALDG"], kernel

@@ -584,8 +584,7 @@ def consumer(out_desc, outputs, buffers, scale, softcap, WHO: gl.constexpr, C: g
         n += 1
         slot_next = WHO * C.q_stages + n % C.q_stages
         mbarrier.wait(q_full.index(slot_next), (n // C.q_stages) & 1)
-        old_peak = peak
-        old_total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))
+        inverse = denominators(outputs, ring, (n - 1) % RING, total, peak, WHO, C, S)
         tile, high, blocks, top, bottom = start(ring, n, WHO, C)
         peak, total = nothing_seen(ring, n, sink_ptr, C, S)
         alive = high > 0
@@ -593,39 +592,51 @@ def consumer(out_desc, outputs, buffers, scale, softcap, WHO: gl.constexpr, C: g
         acc, p, shrink, peak, total, count = step(
             qs.index(slot_next), kb, vb, k_full, v_full, acc, p, shrink, peak, total, count, alive, blocks > 1, scale,
             softcap, tile, (high - 1) * C.N, (top > 0) | (bottom <= 0), True, WHO, C, S, O)  # fmt: skip
-        store(out_desc, outputs, q, ring, (n - 1) % RING, acc, old_total, old_peak, WHO, C, S, O)
+        store(out_desc, outputs, q, ring, (n - 1) % RING, acc, inverse, WHO, C, S, O)
         if C.staged:
             mbarrier.arrive(q_free.index(slot), count=1)
 
 
 @gluon.jit
-def store(out_desc, outputs, q, ring, at, acc, total, peak,
+def denominators(outputs, ring, at, total, peak, WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr):
+    """What a consumer's rows are to be multiplied by; their log-sum-exps are written here, before the last product, so
+    that nothing else of a tile has to be kept while the next begins.
+
+    Source: chapter 03b.
+    """
+    lse_ptr, sink_ptr, lse_seq, lse_head = outputs[1], outputs[2], outputs[6], outputs[7]
+    head = told(ring, at, 1) * C.group
+    total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, S))
+    rows = gl.arange(0, C.M, gl.SliceLayout(1, S))
+    if C.sinks:
+        sink = gl.load(sink_ptr + head + rows % C.group) * LOG2E
+        total += gl.exp2(sink - gl.where(peak == -INF, 0.0, peak))
+    empty = total == 0.0
+    total = gl.where(empty, 1.0, total)
+    if C.lse:
+        query = told(ring, at, 2) + WHO * C.queries + rows // C.group
+        lse = gl.where(empty, -INF, (peak + gl.log2(total)) * LN2)
+        place = (head + rows % C.group).to(gl.int64) * lse_head + told(ring, at, 3) + query
+        if C.form == "dense":
+            place += told(ring, at, 0).to(gl.int64) * lse_seq
+        gl.store(lse_ptr + place, lse, mask=query < told(ring, at, 4))
+    return 1.0 / total
+
+
+@gluon.jit
+def store(out_desc, outputs, q, ring, at, acc, inverse,
           WHO: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Divide by the denominator and write a consumer's rows, through the buffer of its queries where that is free: from
     there the copy engine takes them, or, where its strides do not fit, threads that write each row whole.
 
     Source: chapter 03b.
     """
-    out_ptr, lse_ptr, sink_ptr, out_seq, out_token, out_head, lse_seq, lse_head = outputs
+    out_ptr, out_seq, out_token, out_head = outputs[0], outputs[3], outputs[4], outputs[5]
     head = told(ring, at, 1) * C.group
     first_query = told(ring, at, 2) + WHO * C.queries
     first = told(ring, at, 3)
     q_len = told(ring, at, 4)
-    seq = told(ring, at, 0).to(gl.int64)
-    rows = gl.arange(0, C.M, gl.SliceLayout(1, S))
-    if C.sinks:
-        sink = gl.load(sink_ptr + head + rows % C.group) * LOG2E
-        total += gl.exp2(sink - gl.where(peak == -INF, 0.0, peak))
-    empty = total == 0.0
-    inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, total), gl.SliceLayout(1, O))
-    out = (acc * inverse[:, None]).to(q.dtype)
-    if C.lse:
-        query = first_query + rows // C.group
-        lse = gl.where(empty, -INF, (peak + gl.log2(gl.where(empty, 1.0, total))) * LN2)
-        place = (head + rows % C.group).to(gl.int64) * lse_head + first + query
-        if C.form == "dense":
-            place += seq * lse_seq
-        gl.store(lse_ptr + place, lse, mask=query < q_len)
+    out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, O))[:, None]).to(q.dtype)
     if C.copies_out:  # bounded as a copy in: rows past the last query are not written
         q.store(out)
         hopper.fence_async_shared()
@@ -644,7 +655,7 @@ def store(out_desc, outputs, q, ring, at, acc, total, peak,
         out = q.load(W)
         hopper.fence_async_shared()
     if C.form == "dense":
-        out_ptr += seq * out_seq
+        out_ptr += told(ring, at, 0).to(gl.int64) * out_seq
     rows_w = gl.arange(0, C.M, gl.SliceLayout(1, W))
     query_w = first_query + rows_w // C.group
     columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, W))
