@@ -17,7 +17,7 @@ import html
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,37 @@ def verdict(
     plain = f"{id}: {claim.text}\n  {found.sentence}: {found.figure} ({found.how})"
     # In the metadata: as a representation of its own it would be one that no front end knows.
     display.emit({"text/markdown": line, "text/plain": plain}, {MIME: asdict(found)})
+
+
+def compare(
+    id: str, speeds: Mapping[str, Mapping[str, float]], *steps: tuple[str, str, float, float], how: str
+) -> None:
+    """The verdict on "this is low to high times as fast as that", from speeds in several shapes.
+
+    It holds where it does in every shape, to one decimal place; where it does in some, it holds if the shape is one of
+    them; untested where a pair was never measured.
+
+    Shapes and units: ``speeds`` gives for each shape, in words, {implementation: speed}, in one unit a shape; a step is
+    (fast, slow, low, high), and a claim of several steps makes each of them; ``how`` as in ``verdict``.
+
+    Raises: ValueError where there is no step, or as ``verdict``.
+
+    Source: book/claims.md.
+    """
+    if not steps:
+        raise ValueError("steps is empty; a comparison needs (fast, slow, low, high)")
+    good, figures, spans = set(speeds), [], []
+    for fast, slow, low, high in steps:
+        ratios = {at: found[fast] / found[slow] for at, found in speeds.items() if fast in found and slow in found}
+        if not ratios:
+            return verdict(id, "untested", f"{fast} and {slow} are not recorded in one shape yet", "computed")
+        good &= {at for at, ratio in ratios.items() if low <= round(ratio, 1) <= high}
+        figures.append(f"{fast} over {slow}: " + ", ".join(f"{ratio:.2f} ({at})" for at, ratio in ratios.items()))
+        spans.append(f"{fast} over {slow} {min(ratios.values()):.1f} to {max(ratios.values()):.1f}")
+    word = "holds" if good == set(speeds) else "holds if" if good else "wrong"
+    condition = "the shape is " + " or ".join(at for at in speeds if at in good) if word == "holds if" else None
+    right = "; ".join(spans) if word == "wrong" else None
+    return verdict(id, word, "; ".join(figures), how, condition=condition, right_value=right)
 
 
 # --- the ledger ----------------------------------------------------------------------------------------------------

@@ -198,6 +198,77 @@ def record_line(
     return np.array([r["shape"][axis] for r in rows]), np.array([r[field] for r in rows])
 
 
+def recorded(bench: str, *, device: str = "H200", **where: Any) -> list[dict[str, Any]]:
+    """As ``records``, but an empty list, and a line that says so, where nothing fits yet.
+
+    Shapes and units: as ``records``.
+
+    Raises: FileNotFoundError outside a checkout of the repository.
+
+    Source: chapter 03.
+    """
+    try:
+        return records(bench, device=device, **where)
+    except LookupError:
+        print(f"{bench}: not recorded yet")
+        return []
+
+
+def by_shape(bench: str, *axes: str, unit: str = "TFLOP/s", **where: Any) -> dict[tuple[Any, ...], dict[str, float]]:
+    """The best recorded value of each implementation in each shape: {shape: {impl: value}}, in order of shape.
+
+    Shapes and units: a shape is the values of ``axes``, entries of a record's shape; the best value is the largest one,
+    of times and sizes (ms, MB) the smallest. What stands in an impl's name after " (" is left out. ``where`` as in
+    ``records``.
+
+    Raises: as ``recorded``.
+
+    Source: chapter 03.
+    """
+    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    for r in recorded(bench, unit=unit, **where):
+        values, impl = found.setdefault(tuple(r["shape"].get(axis) for axis in axes), {}), r["impl"].split(" (")[0]
+        better = min if unit in ("ms", "MB") else max
+        values[impl] = better(r["value"], values.get(impl, r["value"]))
+    return dict(sorted(found.items(), key=lambda entry: [(x is None, x) for x in entry[0]]))
+
+
+def by_impl(found: Mapping[tuple[Any, ...], Mapping[str, float]]) -> dict[str, tuple[list[Any], list[float]]]:
+    """What ``by_shape`` gave as lines for ``plot``: {impl: (x, y)}, x the first entry of each shape that has the impl.
+
+    Shapes and units: as ``by_shape``.
+
+    Source: chapter 03.
+    """
+    names = dict.fromkeys(impl for values in found.values() for impl in values)
+    points = {impl: [(shape[0], values[impl]) for shape, values in found.items() if impl in values] for impl in names}
+    return {impl: ([x for x, _ in line], [y for _, y in line]) for impl, line in points.items()}
+
+
+def table(
+    title: str, found: Mapping[tuple[Any, ...], Mapping[str, float]], axes: Sequence[str], *, base: Sequence[str]
+) -> None:
+    """Show what ``by_shape`` gave as a table: a row a shape, each value with, in parentheses, its ratio to the base.
+
+    Shapes and units: ``title`` stands in the corner; ``axes`` name the entries of a shape; ``base`` names the
+    implementation to divide by, in order of preference. Nothing is shown where nothing was found.
+
+    Source: chapter 03.
+    """
+    columns = list(dict.fromkeys(impl for values in found.values() for impl in values))
+    if not columns:
+        return
+    rows = [f"| {title}: {', '.join(axes)} | {' | '.join(columns)} |", "|" + "---|" * (1 + len(columns))]
+    for shape, values in found.items():
+        against = next((values[name] for name in base if name in values), None)
+        cells = []
+        for impl in columns:
+            ratio = f" ({values[impl] / against:.2f})" if impl in values and against else ""
+            cells.append(f"{values[impl]:.3g}{ratio}" if impl in values else "")
+        rows.append(f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    markdown("\n".join(rows))
+
+
 def measured_hardware(name: str = "h200") -> Hardware:
     """A machine of ``costs.HARDWARE`` with the rates and energies that were measured on it in place of the datasheet's.
 
@@ -310,6 +381,36 @@ def stacked_bars(ax: Axes, labels: Sequence[str], parts: Mapping[str, Sequence[f
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
     ax.grid(axis="x", visible=False)
     ax.legend()
+
+
+def bars(
+    values: Mapping[str, float],
+    xlabel: str,
+    *,
+    alt: str,
+    caption: str = "",
+    fmt: str = "{:.3g}",
+    log: bool = False,
+    special: Sequence[str] = (),
+) -> None:
+    """Draw one horizontal bar a label with its number beside it, and show them.
+
+    Shapes and units: ``values`` in one unit, 0 or more, positive where ``log``; labels in ``special`` are orange.
+
+    Raises: ValueError where there are no values, one is out of range, or ``alt`` is empty.
+
+    Source: chapter 03.
+    """
+    if not values or any(not (x > 0 or (x == 0 and not log)) for x in values.values()):
+        raise ValueError(f"values are {dict(values)}; there must be one or more, {'above 0' if log else '0 or more'}")
+    fig, ax = figure(7.6, 0.9 + 0.3 * len(values))
+    drawn = ax.barh(list(values), list(values.values()), color=[COLORS[3 if x in special else 2] for x in values])
+    ax.bar_label(drawn, [fmt.format(x) for x in values.values()], padding=3, fontsize=8)
+    low, high = min(values.values()), max(values.values())
+    ax.set(xlabel=xlabel, xscale="log" if log else "linear", xlim=(low / 2 if log else 0, high * (3 if log else 1.15)))
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    show(fig, alt=alt, caption=caption)
 
 
 def heatmap(
@@ -607,6 +708,30 @@ def visible(ax: Axes, seen: Any, title: str) -> None:
     ax.set(title=title, xlabel="key of token", ylabel="query of token")
     ax.set_xticks(range(columns))
     ax.set_yticks(range(rows), [str(columns - rows + i) for i in range(rows)])
+    ax.grid(False)
+
+
+def tiles(ax: Axes, q_len: int, kv_len: int, M: int, N: int, title: str = "") -> None:
+    """Draw a causal pass cut into tiles of M queries and N keys: clear ones blue, edges orange, skipped ones grey.
+
+    Shapes and units: as ``reference.tile_kinds``; a dot is a pair of a query and a key it sees.
+
+    Raises: as ``reference.tile_kinds``.
+
+    Source: chapter 03.
+    """
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    from kvlab import reference
+
+    kinds, seen = reference.tile_kinds(q_len, kv_len, M, N), reference.visible_keys(q_len, kv_len)
+    ax.imshow(
+        kinds, cmap=ListedColormap([EMPTY, COLORS[1], COLORS[0]]), vmin=0, vmax=2, alpha=0.6, aspect="auto",
+        extent=(0, kinds.shape[1] * N, kinds.shape[0] * M, 0),
+    )  # fmt: skip
+    ax.plot(*(np.argwhere(seen.numpy()).T[::-1] + 0.5), ".", color=INK, ms=2)
+    ax.set(title=title, xlabel="key", ylabel="query", xlim=(0, kv_len), ylim=(q_len, 0), yticks=range(0, q_len, M))
     ax.grid(False)
 
 

@@ -142,7 +142,11 @@ class Decoder(nn.Module):
         self.config = config
         self.rope = Rope(config)
         with torch.device(device):
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            if torch.device(device).type == "meta":  # where its initialisation would import PyTorch's compiler: seconds
+                table = torch.empty(config.vocab_size, config.hidden_size)
+                self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+            else:
+                self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(DecoderLayer(config, i, ops) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, ops)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

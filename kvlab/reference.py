@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -59,6 +60,26 @@ def visible_keys(
     if right >= 0:
         seen = seen & (k_pos <= q_pos + right)
     return seen
+
+
+def tile_kinds(q_len: int, kv_len: int, M: int, N: int) -> Tensor:
+    """What a causal mask leaves of each tile of M queries and N keys: 0 nothing, 1 a part (an edge), 2 everything.
+
+    A tile that reaches past the last key is an edge, as what is not there must not be seen; rows past the last query
+    ask for nothing.
+
+    Shapes and units: lengths and tile sizes in tokens; gives int64 [ceil(q_len / M), ceil(kv_len / N)].
+
+    Raises: ValueError where M or N is under 1, or as ``visible_keys``.
+
+    Source: chapter 03; Dao et al. 2022.
+    """
+    if M < 1 or N < 1:
+        raise ValueError(f"M is {M} and N {N}; a tile has 1 query and 1 key or more")
+    seen = functional.pad(visible_keys(q_len, kv_len), (0, -kv_len % N))
+    some, every = (functional.pad(seen, (0, 0, 0, -q_len % M), value=fill) for fill in (False, True))
+    shape = (some.shape[0] // M, M, some.shape[1] // N, N)
+    return some.view(shape).any(3).any(1).long() + every.view(shape).all(3).all(1).long()
 
 
 def _described(x: Tensor) -> str:

@@ -97,6 +97,31 @@ def assert_close(
     return worst
 
 
+def assert_attention(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, q_lens: Sequence[int] | None = None,
+    kv_lens: Sequence[int] | None = None, **options: Any,
+) -> float:  # fmt: skip
+    """Assert that ``out`` is attention of q over k and v, of one sequence or of many laid end to end; gives its error.
+
+    Shapes and units: out [total_q, H, Dv], q [total_q, H, D], k [total_k, H_kv, D], v [total_k, H_kv, Dv]; ``q_lens``
+    and ``kv_lens`` are the sequences' lengths, None for one; ``options`` as ``reference.attend_one`` takes them.
+
+    Raises: AssertionError as ``assert_close``; ValueError for lengths of which there are not as many, or that do not
+    add up.
+
+    Source: chapter 03.
+    """
+    new, cached = list(q_lens or [len(q)]), list(kv_lens or [len(k)])
+    for name, rows, each in (("out", out, new), ("q", q, new), ("k", k, cached), ("v", v, cached)):
+        if sum(each) != len(rows) or len(each) != len(new):
+            raise ValueError(f"{name} has {len(rows)} rows; the lengths are {each}, and there are {len(new)} sequences")
+    worst = 0.0
+    for i, (got, *qkv) in enumerate(zip(out.split(new), q.split(new), k.split(cached), v.split(cached), strict=True)):
+        oracle, plain = (reference.attend_one(*qkv, dtype=dtype, **options)[0] for dtype in (torch.float64, None))
+        worst = max(worst, assert_close(got, oracle, plain, what=f"sequence {i} of out"))
+    return worst
+
+
 def _largest(x: Tensor) -> float:
     """The largest finite magnitude; 0 where there is none."""
     finite = x.double()[x.isfinite()]

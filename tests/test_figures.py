@@ -270,3 +270,53 @@ def test_memory_map_shows_states_over_time():
     assert ax.images[0].get_array().tolist() == [[0, 2], [1, 2], [2, 0], [2, 0]]
     with pytest.raises(ValueError, match="states"):
         figures.memory_map(ax, [])
+
+
+def test_what_is_not_recorded_is_an_empty_list_and_a_line(measured, capsys):
+    assert len(figures.recorded("ceilings.read")) == 2
+    assert capsys.readouterr().out == ""
+    assert figures.recorded("prefill.dense", D=128) == []
+    assert capsys.readouterr().out == "prefill.dense: not recorded yet\n"
+
+
+def test_the_best_of_each_implementation_by_shape(measured):
+    rows = [("a (x)", 1, 2.0), ("a (y)", 1, 3.0), ("b", 1, 1.0), ("a", 8, 5.0)]
+    races = [record(bench="race", impl=i, shape={"L": n}, value=x, unit="TFLOP/s") for i, n, x in rows]
+    races += [record(bench="race", impl=i, shape={"L": n}, value=x, unit="ms") for i, n, x in rows]
+    (measured / "race.json").write_text(json.dumps(races))
+    found = figures.by_shape("race", "L")
+    assert found == {(1,): {"a": 3.0, "b": 1.0}, (8,): {"a": 5.0}}
+    assert figures.by_shape("race", "L", unit="ms")[1,] == {"a": 2.0, "b": 1.0}
+    assert list(figures.by_shape("race", "H")) == [(None,)]
+    assert figures.by_impl(found) == {"a": ([1, 8], [3.0, 5.0]), "b": ([1], [1.0])}
+    assert figures.by_shape("race", "L", H=4) == {}
+
+
+def test_a_table_divides_by_the_base_that_is_there(capsys):
+    figures.table("t", {(1, 2): {"a": 3.0, "b": 2.0}, (8, 2): {"a": 5.0}}, ["L", "B"], base=("c", "b"))
+    assert capsys.readouterr().out.splitlines() == [
+        "| t: L, B | a | b |", "|---|---|---|", "| 1, 2 | 3 (1.50) | 2 (1.00) |", "| 8, 2 | 5 |  |",
+    ]  # fmt: skip
+    figures.table("t", {}, ["L"], base=())
+    assert capsys.readouterr().out == ""
+
+
+def test_bars_show_their_numbers(capsys):
+    figures.bars({"x": 1.0, "y": 0.0}, "s", alt="Two bars", caption="Short.")
+    figures.bars({"x": 1.0, "y": 2.0}, "s", alt="Two bars", log=True, special=["y"])
+    assert capsys.readouterr().out.count("[Figure: Two bars]") == 2
+    for bad in ({}, {"x": -1.0}, {"x": float("nan")}):
+        with pytest.raises(ValueError, match="values are"):
+            figures.bars(bad, "s", alt="None")
+    with pytest.raises(ValueError, match="above 0"):
+        figures.bars({"x": 0.0}, "s", alt="None", log=True)
+
+
+def test_tiles_have_the_colours_of_their_kinds():
+    _, ax = figures.figure()
+    figures.tiles(ax, 5, 9, 2, 4, "a pass")
+    [image], [dots] = ax.get_images(), ax.lines
+    assert image.get_array().tolist() == [[2, 1, 0], [2, 1, 0], [2, 2, 1]]
+    assert len(dots.get_xdata()) == 5 + 6 + 7 + 8 + 9
+    assert image.get_extent() == [0, 12, 6, 0]
+    assert ax.get_title(loc="left") == "a pass"

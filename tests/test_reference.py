@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvlab.reference import attend_one, attention, flash_attn_func, visible_keys
+from kvlab.reference import attend_one, attention, flash_attn_func, tile_kinds, visible_keys
 
 INF = float("inf")
 
@@ -421,3 +421,21 @@ def test_dense_form_needs_one_batch_size(batches):
         flash_attn_func(*tensors)
     with pytest.raises(ValueError, match="q, k and v have shapes"):
         flash_attn_func(*(x[0] for x in tensors))
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 0), (0, 5), (5, 0), (1, 1), (7, 7), (3, 20), (20, 3), (16, 24)])
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (4, 4), (3, 7), (16, 8), (64, 64)])
+def test_kinds_of_tiles_are_those_of_the_mask(q_len, kv_len, M, N):
+    seen = visible_keys(q_len, kv_len)
+    cut = [[seen[i : i + M, j : j + N] for j in range(0, kv_len, N)] for i in range(0, q_len, M)]
+    expected = [[int(t.any()) + int(t.all() and t.shape[1] == N) for t in row] for row in cut]
+    assert tile_kinds(q_len, kv_len, M, N).tolist() == expected
+
+
+def test_tiles_without_a_query_or_a_key_are_refused():
+    for bad in ((0, 4), (4, -1)):
+        with pytest.raises(ValueError, match="a tile has 1 query"):
+            tile_kinds(4, 4, *bad)

@@ -394,3 +394,19 @@ def add_one(x_ptr, n, BLOCK: tl.constexpr):
     assert runtime.launches["add_one"] == before + 1
     with pytest.raises(AssertionError):
         check(planted(original, ("mask=i < n)\n    tl.store", "mask=i < n, other=0)\n    n += 1\n    tl.store")))
+
+
+def test_attention_is_held_to_the_reference_sequence_by_sequence():
+    q, (k, v) = torch.randn(9, 4, 8), torch.randn(2, 14, 2, 8)
+    out = torch.cat([reference.attend_one(q[:2], k[:9], v[:9])[0], reference.attend_one(q[2:], k[9:], v[9:])[0]])
+    assert testing.assert_attention(out, q, k, v, [2, 0, 7], [9, 0, 5]) < 1e-5
+    assert testing.assert_attention(reference.attend_one(q, k, v, causal=False)[0], q, k, v, causal=False) < 1e-5
+    with pytest.raises(AssertionError, match="sequence 1 of out"):
+        testing.assert_attention(torch.cat([out[:2], -out[2:]]), q, k, v, [2, 7], [9, 5])
+    with pytest.raises(AssertionError, match="sequence 0 of out"):
+        testing.assert_attention(out, q, k, v, [2, 7], [8, 6])
+    with pytest.raises(AssertionError):
+        testing.assert_attention(out, q, k, v)
+    for bad in (([2, 6], [9, 5]), ([2, 7], [9, 4]), ([2, 7], [14])):
+        with pytest.raises(ValueError, match="rows; the lengths are"):
+            testing.assert_attention(out, q, k, v, *bad)

@@ -7,8 +7,12 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 
 from kvlab import config, workloads
+from kvlab.batch import Batch
+from kvlab.cache import NoCache
+from kvlab.model import Decoder
 from kvlab.naive import NaiveCache
 from kvlab.workloads import Request
 
@@ -163,3 +167,30 @@ def test_requests_and_memories_that_make_no_sense_are_refused():
     empty = workloads.serve(pages, [], 3)
     with pytest.raises(ValueError, match="no step"):
         empty.mean(0)
+
+
+# --- real rows -------------------------------------------------------------------------------------------------------
+
+
+def test_last_scores_are_those_that_attention_is_made_of():
+    torch.manual_seed(0)
+    model, ids = Decoder(TOY), [1, 5, 2, 7, 7]
+    scores = workloads.last_scores(model, ids)
+    assert scores.shape == (2, 5)
+    seen = []
+
+    class Noting(NoCache):
+        def attend(self, layer, q, k, v):
+            seen.append((q, k, v, super().attend(layer, q, k, v)))
+            return seen[-1][-1]
+
+    with torch.inference_mode():
+        model(Batch.build([0], [ids], [0]), Noting(TOY))
+    [(_, _, v, out)] = seen
+    weights = torch.softmax(torch.from_numpy(scores), dim=-1)
+    torch.testing.assert_close(weights @ v[:, 0], out[-1])
+
+
+def test_last_scores_of_no_text_are_refused():
+    with pytest.raises(ValueError, match="token_ids is empty"):
+        workloads.last_scores(Decoder(TOY), [])

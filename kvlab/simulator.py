@@ -1,0 +1,70 @@
+"""A chip in small: programs that share its units and wait for one another, so that overlap can be seen and counted.
+
+A program is a generator of steps::
+
+    ("start", unit, amount, label)   begin so much work on a unit, once the program's work before it there has ended
+    ("wait", unit, count)            go on when at most ``count`` pieces of the program's own work are left there
+    ("give", token, count)           give tokens to whoever takes them
+    ("take", token, count)           go on when there are so many tokens, and take them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Span = tuple[float, float, str]
+
+
+def simulate(programs: Mapping[str, Iterator[tuple[Any, ...]]]) -> tuple[dict[tuple[str, str], list[Span]], float]:
+    """Run programs side by side to their ends; a unit serves all who ask at once, each at an equal share.
+
+    Shapes and units: ``programs`` by name; amounts of work in cycles of a unit that serves one alone. Gives {(program,
+    unit): [(start, end, label)]} and the cycle in which the last work ends.
+
+    Raises: ValueError for a step of another kind; RuntimeError where programs wait for one another for ever.
+
+    Source: chapter 03b.
+    """
+    queues: dict[tuple[str, str], list[list[Any]]] = {}  # of each program on each unit: [left, begun, label]
+    spans: dict[tuple[str, str], list[Span]] = {}
+    tokens: Counter[str] = Counter()
+    now, steps = 0.0, {name: next(program, None) for name, program in programs.items()}
+
+    def may(name: str, kind: str, what: str, amount: float) -> bool:
+        if kind == "take":
+            return tokens[what] >= amount
+        waiting = len(queues.get((name, what), ()))
+        return kind == "give" or waiting <= (amount if kind == "wait" else 0)
+
+    while True:
+        moved = True
+        while moved:  # everyone goes as far as they may
+            moved = False
+            for name, step in steps.items():
+                if step is None:
+                    continue
+                kind, what, amount = step[:3]
+                if kind not in ("start", "wait", "give", "take"):
+                    raise ValueError(f"{name} yields {step!r}; a step is a start, a wait, a give or a take")
+                if may(name, kind, what, amount):
+                    if kind == "start":
+                        queues.setdefault((name, what), []).append([amount, now, step[3]])
+                    elif kind != "wait":
+                        tokens[what] += amount if kind == "give" else -amount
+                    steps[name], moved = next(programs[name], None), True
+        running = {key: queue[0] for key, queue in queues.items() if queue}
+        if not running:
+            stuck = {name: step for name, step in steps.items() if step is not None}
+            if stuck:
+                raise RuntimeError(f"deadlock after {now:g} cycles: {stuck}")
+            return spans, now
+        users = Counter(unit for _, unit in running)
+        passed = min(work[0] * users[unit] for (_, unit), work in running.items())  # until the next work ends
+        now += passed
+        for key, work in running.items():
+            work[0] -= passed / users[key[1]]
+            if work[0] < 1e-6:
+                spans.setdefault(key, []).append((work[1], now, work[2]))
+                queues[key].pop(0)
