@@ -78,7 +78,7 @@ from kvlab import flash
 from kvlab.flash import _tune
 
 ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-FREE = ("q_len", "kv_len", "tiles", "batch", "lse_seq", "lse_head", "table_row")
+FREE = ("q_len", "kv_len", "longer_than", "tiles", "batch", "lse_seq", "lse_head", "table_row")
 OPTIONAL = dict(lse_ptr="*fp32", table_ptr="*i32", cu_q_ptr="*i32", cu_k_ptr="*i32", used_ptr="*i32", sink_ptr="*fp32",
                 tree_ptr="*i64")
 FORMS = {"dense": (), "ragged": ("cu_q_ptr", "cu_k_ptr"), "paged": ("table_ptr", "cu_q_ptr", "used_ptr")}
