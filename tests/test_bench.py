@@ -26,6 +26,7 @@ from kvlab.bench import (
     Session,
     _peers,
     _timing,
+    decode,
     load,
     measure,
     names,
@@ -263,7 +264,7 @@ def test_a_race_on_a_gpu_flushes_the_l2_and_replays_graphs(monkeypatch):
 
 
 def test_the_benchmarks_are_the_files_beside():
-    assert {"ceilings", "naive", "prefill", "roofline"} <= set(names())
+    assert {"ceilings", "decode", "naive", "prefill", "roofline"} <= set(names())
     assert not any(name.startswith("_") for name in names())
 
 
@@ -283,6 +284,7 @@ def quick_run(name: str) -> tuple[list[Record], str]:
         ("naive", "step total"),
         ("roofline", "linear decode prefill"),
         ("prefill", "dense ragged paged paged_vs_gather ceiling materialised"),
+        ("decode", "read table contiguous splits naive launches"),
     ],
 )
 def test_each_benchmark_runs_and_writes_what_it_prints(name, parts):
@@ -498,8 +500,12 @@ def fake_flash_attention_3() -> types.ModuleType:
         return attended(q, k, v, cu_seqlens_q.tolist(), causal)
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=None, page_table=None, causal=False):
-        keys, values = (paged.gather(x, page_table, cache_seqlens) for x in (k_cache, v_cache))
-        return flash_attn_func(q, keys, values, causal)
+        starts = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+        out = reference.attention(
+            q.flatten(0, 1), k_cache, v_cache, block_table=page_table, cu_seqlens_q=starts, seqused_k=cache_seqlens,
+            causal=causal, dtype=None,
+        )  # fmt: skip
+        return out.view(q.shape), None
 
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
@@ -512,8 +518,9 @@ def fake_flashinfer() -> types.ModuleType:
     module.__version__ = "0.6.4"
 
     class Wrapper:
-        def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto", use_cuda_graph=False, **buffers):
             assert kv_layout == "NHD"
+            assert use_cuda_graph == bool(buffers)
             self._backend = "fa3"
 
     class Ragged(Wrapper):
@@ -553,6 +560,20 @@ def fake_flashinfer() -> types.ModuleType:
                 q, *caches, block_table=table, cu_seqlens_q=starts, seqused_k=used, causal=causal, dtype=None
             )
 
+    class Decode(Paged):
+        def __init__(self, *args, use_tensor_cores=False, **kwargs):
+            assert use_tensor_cores
+            names = "paged_kv_indptr_buffer paged_kv_indices_buffer paged_kv_last_page_len_buffer"
+            assert names.split() == [name for name in kwargs if name != "use_cuda_graph"]
+            super().__init__(*args, **kwargs)
+
+        def plan(self, indptr, *pages_and_sizes, q_data_type, kv_data_type):
+            starts = torch.arange(len(indptr), dtype=torch.int32)
+            super().plan(
+                starts, indptr, *pages_and_sizes, causal=True, q_data_type=q_data_type, kv_data_type=kv_data_type
+            )
+
+    module.BatchDecodeWithPagedKVCacheWrapper = Decode
     module.BatchPrefillWithRaggedKVCacheWrapper, module.BatchPrefillWithPagedKVCacheWrapper = Ragged, Paged
     return module
 
@@ -633,3 +654,115 @@ def test_ratios_are_formed_within_a_race(session):
     assert found == [1.0, 0.909, 1.0, 0.5, 1.0, 0.9, 0.8, 1.0]
     assert "0.900 of FlashAttention-3" in prefill.summary(records)
     assert prefill.summary(records[5:6]) == ""
+
+
+# --- decode ----------------------------------------------------------------------------------------------------------
+
+
+def test_decode_measures_every_implementation_that_can_run_here():
+    records = quick_run("decode")[0]
+    for part in ("table", "contiguous", "splits", "naive"):
+        impls = {r.impl for r in records if r.bench == f"decode.{part}"}
+        assert "kvlab torch" in impls
+        assert ("kvlab triton" in impls) == runtime.can_launch("cpu")
+    assert "naive (torch)" in {r.impl for r in records if r.bench == "decode.naive"}
+    assert {r.shape["num_splits"] for r in records if r.bench == "decode.splits"} == {0, 1, 3}
+    assert {r.impl.partition(", ")[2] for r in records if r.bench == "decode.launches"} == {
+        "plain launches",
+        "wall clock",
+    }
+    assert all(r.error is not None for r in records if r.bench != "decode.read")
+    if runtime.can_launch("cpu"):
+        assert runtime.launches["flash_decoding_kernel"] > 0
+
+
+def test_decode_counts_live_keys_and_values():
+    for r in quick_run("decode")[0]:
+        if r.unit == "GB/s":
+            assert r.value == pytest.approx(r.shape["bytes"] / (r.ms / 1e3) / 1e9)
+        if r.bench in ("decode.table", "decode.splits") and "sequences" not in r.shape:
+            keys = r.shape["B"] * r.shape["L"] * r.shape["H_kv"]
+            assert r.shape["bytes"] == 2 * 4 * keys * r.shape["D"]
+    lengths = decode.ragged_lengths(64, 131072)
+    assert decode.Work(64, 131072, lengths=lengths).nbytes(2) == 2 * 2 * sum(lengths) * 8 * 128
+
+
+def test_the_ragged_lengths_are_those_that_were_promised():
+    lengths = decode.ragged_lengths(64, 131072)
+    assert lengths == decode.ragged_lengths(64, 131072)
+    assert (len(lengths), max(lengths)) == (64, 131072)
+    assert min(lengths) < 10000
+    for count, longest in ((0, 5), (5, 0)):
+        with pytest.raises(ValueError, match=f"count is {count}"):
+            decode.ragged_lengths(count, longest)
+
+
+def test_the_rows_of_the_table_are_those_of_the_goals():
+    gpu = types.SimpleNamespace(quick=False, on_gpu=True)
+    works = decode.works(gpu)
+    assert [(w.batch, w.length) for w in works[:7]] == [
+        (1, 4096), (8, 4096), (1, 32768), (1, 131072), (4, 32768), (32, 32768), (128, 2048),
+    ]  # fmt: skip
+    assert {(w.heads, w.kv_heads) for w in works} == {(32, 8), (32, 1), (28, 4)}
+    assert {w.block_size for w in works} == {1, 16, 64, 256}
+    assert {w.q_len for w in works} == {1, 5}
+    assert len({tuple(w.shape(2).items()) for w in works}) == len(works) == 16
+
+
+def decode_inputs(session, **changes):
+    return decode.build(session, decode.Work(3, 40, 4, 2, 16, 8, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_len": 3}, {"lengths": (40, 3, 17)}], ids=str)
+def test_expected_decodes_notice_what_is_wrong(session, changes):
+    inputs = decode_inputs(session, **changes)
+    expected = decode.Expected(inputs)
+    right = inputs.call(impl="torch")
+    assert expected.error(right) < 1e-6
+    assert expected.error(inputs.call(1, impl="torch")) > 0.1, "another cache holds other keys"
+    for b in range(3) if "lengths" in changes else (0, 2):
+        wrong = right.clone()
+        wrong[b] = wrong[b].roll(1, 1)
+        assert expected.error(wrong) > 0.05
+    wrong = right.clone()
+    wrong[1, 0, 0, 0] = math.nan
+    assert expected.error(wrong) == math.inf
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_peers_decode_from_the_same_pages(peers, session, q_len):
+    inputs = decode_inputs(session, q_len=q_len, lengths=(40, 3, 17))
+    for peer in peers:
+        calls = peer.decode(inputs.q, inputs.pools, inputs.table, inputs.used)
+        assert len(calls) == len(inputs.pools) == 2
+        for i, call in enumerate(calls):
+            torch.testing.assert_close(call.run(), inputs.call(i, impl="torch"))
+
+
+def test_naive_decode_is_right(session):
+    inputs = decode_inputs(session)
+    pools = [[x.transpose(1, 2).contiguous() for x in pool] for pool in decode._dense_pools(inputs)]
+    torch.testing.assert_close(decode.naive(inputs.q, *pools[1]), inputs.call(1, impl="torch"))
+
+
+def test_peers_join_the_decode_race_and_the_ratios_are_printed(peers, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "find", lambda device, note: [replace(p, sizes=None) for p in peers])
+    assert main(["decode", "--quick", "--peers", "--device", "cpu", "--only", "read,table"]) == 0
+    printed = capsys.readouterr().out
+    table_, _, ratios = printed.partition("commit ")
+    assert "FlashInfer" in table_
+    assert len(re.findall(r"kvlab torch .* of the best peer .* % of the read rate", ratios)) == 3
+
+
+def test_decode_ratios_are_to_the_best_peer_of_the_race(session):
+    def speed(impl: str, value: float, part: str = "table", **shape: int) -> Record:
+        return session.record(f"decode.{part}", impl, value, "GB/s", shape={"B": 1, **shape}, dtype="bfloat16")
+
+    records = [
+        speed("kvlab", 4000.0), speed("FlashAttention-3", 3000.0), speed("FlashInfer", 3200.0),
+        speed("kvlab", 50.0, B=2), speed("FlashInfer", 100.0, B=2), speed("kvlab", 1.0, B=3),
+        speed("torch sum", 4200.0, "read"), speed("triton blocks", 5000.0, "read"), speed("kvlab", 9.0, "naive"),
+    ]  # fmt: skip
+    assert [(ratio, share) for _, ratio, share in decode.ratios(records)] == [(1.25, 0.8), (0.5, 0.01)]
+    assert decode.ratios(records[:3])[0][2] is None
+    assert decode.summary(records[:1]) == ""

@@ -78,7 +78,7 @@ from kvlab import flash
 from kvlab.flash import _tune
 
 ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-FREE = ("q_len", "kv_len", "tiles", "batch", "lse_seq", "lse_head", "table_row")
+FREE = ("q_len", "kv_len", "longer_than", "tiles", "batch", "lse_seq", "lse_head", "table_row")
 OPTIONAL = dict(lse_ptr="*fp32", table_ptr="*i32", cu_q_ptr="*i32", cu_k_ptr="*i32", used_ptr="*i32", sink_ptr="*fp32",
                 tree_ptr="*i64")
 FORMS = {"dense": (), "ragged": ("cu_q_ptr", "cu_k_ptr"), "paged": ("table_ptr", "cu_q_ptr", "used_ptr")}
@@ -113,6 +113,68 @@ attention(90, 128, extra=("sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
 print(json.dumps(found))
 """
 
+DECODING = r"""
+from kvlab import flash_decoding
+from kvlab.flash import _tune
+from kvlab.flash_decoding import _splits
+
+ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+FREE = ("batch", "wave", "limit", "chunk", "kv_heads", "part_rows", "lse_head", "table_row", "splits", "rows")
+OPTIONAL = dict(lse_ptr="*fp32", sink_ptr="*fp32", tree_ptr="*i64", arrived_ptr="*i32")
+TYPES = dict(table_ptr="*i32", cu_ptr="*i32", used_ptr="*i32", part_ptr="*fp32", stat_ptr="*fp32", part_lse_ptr="*fp32",
+             scale="fp32", softcap="fp32")
+
+def sizes(d, tile, batch=32, rule="balanced"):
+    s, r = _splits.merge_tile(d)
+    return dict(GROUP=4, DV=d, WIDE_DV=d, N=tile.N, S=s, R=r, MAX_ROWS=64, RULE=rule, BATCH=batch,
+                LONGEST=4096 // tile.N, CAUSAL=True, LEFT=-1, RIGHT=-1)
+
+def tiles(capability, d, rows, dtype):
+    kind = dict(width=d, v_width=d, itemsize=4 if dtype == "fp32" else 2, rows=rows)
+    return _splits.candidates(capability=divmod(capability, 10), shared=ROOM[capability], **kind)
+
+def decoding(capability, d, rows=4, dtype="bf16", page=16, others=False, extra=("lse_ptr", "arrived_ptr"), batch=32,
+             rule="balanced", **values):
+    kernel = inner(flash_decoding.flash_decoding_kernel)
+    types = TYPES | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*" + dtype) | {n: OPTIONAL[n] for n in extra}
+    found_tiles = tiles(capability, d, rows, dtype)
+    for number, tile in enumerate(found_tiles if others else found_tiles[:1]):
+        given = sizes(d, tile, batch, rule) | dict(K_SLOT=8 * d, V_SLOT=8 * d, BLOCK_SIZE=page, D=d, WIDE_D=d, M=tile.M,
+                                                   CAP=False)
+        given |= values | {name: None for name in OPTIONAL if name not in extra}
+        name = f"{dtype} D={d} {tile} page={page} {extra} {batch} {rule} {values}"
+        build(capability, name, kernel, types, given, FREE, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        size = 4 if dtype == "fp32" else 2
+        bound = _tune.shared_bytes(tile, d, d, size, hopper=capability == 90, indirect=True)
+        found[-1] |= {"first": number == 0, "bound": bound}
+
+def merging(capability, d, dtype="bf16"):
+    kernel, tile = inner(flash_decoding.merge_kernel), tiles(capability, d, 4, dtype)[0]
+    types = TYPES | dict(out_ptr="*" + dtype, lse_ptr="*fp32", sink_ptr="*fp32")
+    build(capability, f"merge D={d}", kernel, types, sizes(d, tile) | dict(TREE=False), FREE)
+    kernel = inner(flash_decoding.merge_states_kernel)
+    values = {name: value for name, value in sizes(d, tile).items() if name in kernel.arg_names}
+    build(capability, f"merge states D={d}", kernel, types | dict(part_ptr="*" + dtype), values, FREE)
+
+for capability in (80, 86, 89, 90):
+    for d in (64, 128, 256):
+        decoding(capability, d)
+        if capability in (86, 90):
+            decoding(capability, d, rows=32)
+            decoding(capability, d, rows=64)
+for d in (64, 128, 256):
+    decoding(86, d, dtype="fp32")
+    merging(90, d)
+decoding(86, 128, rows=64, dtype="fp32")
+decoding(90, 128, page=1, others=True)
+decoding(90, 128, page=64, others=True)
+decoding(90, 128, page=256, batch=1)
+decoding(90, 128, rule="count", dtype="fp16", extra=("lse_ptr",))
+decoding(90, 128, rows=20, extra=("lse_ptr", "arrived_ptr", "sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
+decoding(90, 128, batch=4096)
+print(json.dumps(found))
+"""
+
 
 def child(source):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
@@ -130,6 +192,11 @@ def compiled():
 @pytest.fixture(scope="module")
 def compiled_flash():
     return child(FLASH)
+
+
+@pytest.fixture(scope="module")
+def compiled_decoding():
+    return child(DECODING)
 
 
 def test_kernels_compile_without_spills(compiled):
@@ -165,3 +232,16 @@ def test_flash_attention_uses_hoppers_own_products(compiled_flash):
     for kernel in compiled_flash:
         wide = kernel["sm"] == 90 and kernel["M"] >= 64 and kernel["dtype"] != "fp32"
         assert kernel["wgmma"] == wide, kernel
+
+
+def test_flash_decoding_compiles_without_spills(compiled_decoding):
+    assert {kernel["sm"] for kernel in compiled_decoding} == set(ROOM)
+    for kernel in compiled_decoding:
+        assert kernel["said"] > 0, f"ptxas said nothing of spills for {kernel}"
+        older = runtime.triton.__version__ < "3.7"
+        assert kernel["spills"] <= (0 if kernel.get("first", True) and not older else 64), kernel
+
+
+def test_flash_decoding_fits_the_shared_memory(compiled_decoding):
+    for kernel in compiled_decoding:
+        assert kernel["shared"] <= kernel.get("bound", ROOM[kernel["sm"]]) <= ROOM[kernel["sm"]], kernel

@@ -39,6 +39,7 @@ class Peer:
         ragged(q, k, v, starts, longest)    q [T, H, D], k and v [T, H_kv, D], starts [sequences + 1] int32; causal
         paged(q, k, v, table, used)         q [B, L, H, D], the last of used [B] int32 tokens in pages k and v
                                             [N, P, H_kv, D] that table [B, blocks] int32 lists; causal
+        decode(q, pools, table, used)       q [B, L, H, D] of few tokens, pools a list of such (k, v): one Call for each
     None where it has no such kind. ``sizes`` are the head sizes worth measuring, None for all: some libraries compile
     for a minute for each. What is copied, planned or compiled there is not part of the time.
 
@@ -51,6 +52,7 @@ class Peer:
     ragged: Callable[[Tensor, Tensor, Tensor, Tensor, int], Call] | None = None
     paged: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Call] | None = None
     sizes: tuple[int, ...] | None = None
+    decode: Callable[[Tensor, list[tuple[Tensor, Tensor]], Tensor, Tensor], list[Call]] | None = None
 
 
 def find(device: torch.device, note: Callable[[str], None]) -> list[Peer]:
@@ -147,7 +149,10 @@ def _flash_attention_3(module: Any, name: str, version: str) -> Peer:
             lambda: only(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, page_table=table, causal=True))
         )
 
-    return Peer(name, version, dense, ragged, from_pages)
+    def decode(q: Tensor, pools: list[tuple[Tensor, Tensor]], table: Tensor, used: Tensor) -> list[Call]:
+        return [from_pages(q, *pool, table, used) for pool in pools]
+
+    return Peer(name, version, dense, ragged, from_pages, decode=decode)
 
 
 # --- PyTorch's own ---------------------------------------------------------------------------------------------------
@@ -255,7 +260,32 @@ def flashinfer(note: Callable[[str], None]) -> list[Peer]:
         plan = (starts, *paged.to_flashinfer(table, used, block_size), q.shape[2], k.shape[2], q.shape[3], block_size)
         return planned(wrapper, q, *plan, causal=True, run=lambda: wrapper.run(rows, (k, v)).view(q.shape))
 
-    return [Peer("FlashInfer", str(getattr(module, "__version__", "unknown")), dense, ragged, from_pages, (128,))]
+    def decode(q: Tensor, pools: list[tuple[Tensor, Tensor]], table: Tensor, used: Tensor) -> list[Call]:
+        """Planned once: the wrapper for single tokens by tensor cores, the one for prompts where there are more."""
+        (batch, q_len, heads, size), (_, block_size, kv_heads, _) = q.shape, pools[0][0].shape
+        pages = paged.to_flashinfer(table, used, block_size)
+        buffers = [x.clone() for x in pages]
+        types = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
+        if q_len == 1:
+            wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+                _workspace(q.device), "NHD", use_cuda_graph=True, use_tensor_cores=True,
+                paged_kv_indptr_buffer=buffers[0], paged_kv_indices_buffer=buffers[1],
+                paged_kv_last_page_len_buffer=buffers[2],
+            )  # fmt: skip
+            wrapper.plan(*pages, heads, kv_heads, size, block_size, **types)
+        else:
+            starts = q_len * torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+            wrapper = module.BatchPrefillWithPagedKVCacheWrapper(
+                _workspace(q.device), "NHD", use_cuda_graph=True, qo_indptr_buf=starts.clone(),
+                paged_kv_indptr_buf=buffers[0], paged_kv_indices_buf=buffers[1],
+                paged_kv_last_page_len_buf=buffers[2],
+            )  # fmt: skip
+            wrapper.plan(starts, *pages, heads, kv_heads, size, block_size, causal=True, **types)
+        rows, how = q.flatten(0, 1), f"backend {getattr(wrapper, '_backend', 'auto')}"
+        return [Call(lambda pool=pool: wrapper.run(rows, pool).view(q.shape), how) for pool in pools]  # type: ignore[misc]
+
+    version = str(getattr(module, "__version__", "unknown"))
+    return [Peer("FlashInfer", version, dense, ragged, from_pages, (128,), decode)]
 
 
 @functools.cache

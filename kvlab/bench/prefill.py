@@ -11,13 +11,15 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvlab import flash, reference, runtime
-from kvlab.bench import Record, Session, Timing, measure, race, rotations
+from kvlab.bench import Record, Session, measure, rotations
+from kvlab.bench._entrants import Entrant
+from kvlab.bench._entrants import admit as _admit
+from kvlab.bench._entrants import compete as _race
 from kvlab.bench._peers import Call, Peer, find, first_line
 
 Shape = dict[str, int | float | str]
@@ -138,53 +140,6 @@ class Expected:
             return float("inf")
         flat = out.reshape(-1, *out.shape[-2:])
         return max(float((flat[at : at + len(rows)].double() - rows).norm() / rows.norm()) for at, rows in self.blocks)
-
-
-class Entrant(NamedTuple):
-    """An implementation that was found right: what a race runs. Source: chapter 03."""
-
-    name: str
-    version: str | None
-    fn: Callable[[int], Tensor]
-    error: float
-
-
-def _admit(
-    session: Session, peer: Peer, prepare: Callable[[], Call], expected: Expected, like: Tensor, suffix: str = ""
-) -> list[Entrant]:
-    """The implementation, ready to run, or nothing where it raises or is wrong."""
-    name, limit = peer.name + suffix, 1e-2 if like.dtype != torch.float32 else 1e-4
-    try:
-        call = prepare()
-        torch.full_like(like, float("nan"))  # freed at once: an output that is not written shows as NaN
-        error = expected.error(call.run())
-    except Exception as problem:  # another library's errors are of any kind
-        if session.on_gpu:
-            torch.cuda.synchronize()  # raises where the device is lost: then nothing more can be measured
-        session.note(f"  {name}: skipped, {first_line(problem)}")
-        return []
-    if not error <= limit:
-        session.note(f"  {name}: skipped, its output is off by {error:.2g} (allowed {limit:g})")
-        return []
-    version = f"{peer.version} ({call.how})" if peer.version and call.how else peer.version
-    return [Entrant(name, version, lambda i: call.run(), error)]
-
-
-def _race(
-    session: Session, entrants: Sequence[Entrant], seconds: float = 0.4, graph: int = 0
-) -> dict[str, tuple[Entrant, Timing]]:
-    if not entrants:
-        return {}
-    functions: dict[str, Callable[[int], object]] = {e.name: e.fn for e in entrants}
-    seconds, rounds = session.seconds(seconds), 2 if session.quick else 15
-    try:
-        timings = race(functions, device=session.device, seconds=seconds, rounds=rounds, graph=graph)
-    except RuntimeError as problem:
-        if not graph:
-            raise
-        session.note(f"  not in a CUDA graph: {first_line(problem)}")
-        timings = race(functions, device=session.device, seconds=seconds, rounds=rounds)
-    return {e.name: (e, timings[e.name]) for e in entrants}
 
 
 def _rates(

@@ -252,13 +252,41 @@ def _run(
         return paged.attention(q, k, v, out=out, return_lse=return_lse, tree_mask=tree_mask, impl="torch", **options)
     if name == "torch":
         _attend_each(q, k, v, out, lse, **options)
-    elif name == "triton":
+    else:
+        _hand_over(name, q, k, v, out, lse, tree_mask=tree_mask, **options)
+    return out if lse is None else (out, lse)
+
+
+def attend_longer(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *, longer_than: int,
+    impl: str | None, softmax_scale: float, tree_mask: Tensor | None, **options: Any,
+) -> None:  # fmt: skip
+    """``attention`` by a kernel for those sequences alone that have more than ``longer_than`` new tokens; rows of the
+    others are not written. The arguments have been checked.
+
+    Shapes and units: as ``attention``; all options are given, and both bounds.
+
+    Raises: ValueError or RuntimeError where ``impl`` cannot run.
+
+    Source: chapter 04.
+    """
+    picked = {name: options[name] for name in ("max_seqlen_q", "window_size", "softcap", "sinks")}
+    name, _ = _choose(impl, q, k_cache, v_cache, paged=True, softmax_scale=softmax_scale, tree_mask=tree_mask, **picked)
+    _hand_over(name, q, k_cache, v_cache, out, lse, softmax_scale=softmax_scale, tree_mask=tree_mask,
+               cu_seqlens_k=None, longer_than=longer_than, **options)  # fmt: skip
+
+
+def _hand_over(
+    name: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *, tree_mask: Tensor | None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Launch one of the two kernels."""
+    if name == "triton":
         _kernel.launch(q, k, v, out, lse, tree_mask=tree_mask, **options)
     else:
         from kvlab import flash_hopper
 
         flash_hopper.forward(q, k, v, out=out, lse=lse, **options)
-    return out if lse is None else (out, lse)
 
 
 def _attend_each(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,10 +119,10 @@ def find_rows(table_ptr, start, high, k_page, v_page, K_SLOT: tl.constexpr, V_SL
 
 
 @counted
-@triton.jit(do_not_specialize=["q_len", "kv_len", "tiles", "batch", "lse_seq", "lse_head", "table_row"])
+@triton.jit(do_not_specialize=["q_len", "kv_len", "longer_than", "tiles", "batch", "lse_seq", "lse_head", "table_row"])
 def flash_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, cu_q_ptr, cu_k_ptr, used_ptr, sink_ptr, tree_ptr, scale, softcap,
-    q_len, kv_len, tiles, batch, q_seq, q_token, q_head, k_seq, k_page, k_head, v_seq, v_page, v_head,
+    q_len, kv_len, longer_than, tiles, batch, q_seq, q_token, q_head, k_seq, k_page, k_head, v_seq, v_page, v_head,
     o_seq, o_token, o_head, lse_seq, lse_head, table_row,
     K_SLOT: tl.constexpr, V_SLOT: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -139,7 +136,7 @@ def flash_attention_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     seq, tile = find_tile(cu_q_ptr, block, tiles, batch, GROUP, M, SEARCH)
     first, first_key, q_len, kv_len = find_lengths(cu_q_ptr, cu_k_ptr, used_ptr, seq, q_len, kv_len)
-    if tile * M >= q_len * GROUP:
+    if (tile * M >= q_len * GROUP) | (q_len <= longer_than):
         return
     seq = seq.to(tl.int64)
     if table_ptr is not None:
@@ -210,14 +207,15 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *, block_table: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, max_seqlen_q: int,
     max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float,
-    sinks: Tensor | None, tree_mask: Tensor | None,
+    sinks: Tensor | None, tree_mask: Tensor | None, longer_than: int = 0,
 ) -> None:  # fmt: skip
     """Launch ``flash_attention_kernel`` on arguments that were checked; ``out`` and ``lse`` are written.
 
     Shapes and units: dense q [B, Lq, H, D] with k, v [B, Lk, H_kv, D or Dv], out like q and lse [B, H, Lq]; ragged q
     [total_q, H, D] with k, v [total_k, H_kv, D or Dv] and both cu_seqlens [B + 1]; paged q as ragged with k, v
     [num_blocks, block_size, H_kv, D or Dv], block_table [B, max_blocks] and seqused_k [B]; lse [H, total_q].
-    ``max_seqlen_q`` and ``max_seqlen_k`` bound the tokens of a sequence.
+    ``max_seqlen_q`` and ``max_seqlen_k`` bound the tokens of a sequence. Sequences of ``longer_than`` new tokens or
+    fewer are left out.
 
     Raises: RuntimeError where no kernel can be launched.
 
@@ -250,11 +248,11 @@ def launch(
         with torch.cuda.device_of(q):
             kernel[(blocks, kv_heads)](
                 q, k, v, out, lse, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks, tree_mask, softmax_scale,
-                softcap, q.shape[1] if dense else 0, k.shape[1] if dense else 0, tiles, batch, *strides,
+                softcap, q.shape[1] if dense else 0, k.shape[1] if dense else 0, longer_than, tiles, batch, *strides,
                 K_SLOT=k.stride(-3), V_SLOT=v.stride(-3), BLOCK_SIZE=k.shape[1] if paged else 1, GROUP=group,
-                D=head_dim, DV=v_dim, WIDE_D=_wide(head_dim), WIDE_DV=_wide(v_dim), M=config.M, N=config.N,
-                SEARCH=search, CAUSAL=causal, LEFT=left, RIGHT=right, CAP=softcap > 0, num_warps=config.num_warps,
-                num_stages=config.num_stages,
+                D=head_dim, DV=v_dim, WIDE_D=_tune.padded(head_dim), WIDE_DV=_tune.padded(v_dim), M=config.M,
+                N=config.N, SEARCH=search, CAUSAL=causal, LEFT=left, RIGHT=right, CAP=softcap > 0,
+                num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
 
     def measure(config: _tune.Config) -> float | None:
@@ -301,10 +299,10 @@ def configuration(
     Source: chapter 03.
     """
     group, page = q.shape[-2] // k.shape[-2], k.shape[1] if paged else 0
-    name, capability, shared = _chip(q.device)
+    name, capability, shared = _tune.chip(q.device)
     found = _tune.candidates(
-        capability=capability, shared=shared, width=_wide(q.shape[-1]), v_width=_wide(v.shape[-1]),
-        itemsize=q.element_size(), rows=max_seqlen_q * group, indirect=paged,
+        capability=capability, shared=shared, width=_tune.padded(q.shape[-1]),
+        v_width=_tune.padded(v.shape[-1]), itemsize=q.element_size(), rows=max_seqlen_q * group, indirect=paged,
     )  # fmt: skip
     key = _tune.shape_class(
         code=_code(), gpu=name, dtype=str(q.dtype).removeprefix("torch."), D=q.shape[-1], Dv=v.shape[-1], group=group,
@@ -314,21 +312,5 @@ def configuration(
     return _tune.choose(key, found, measure)
 
 
-def _wide(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
-
-
-@functools.cache
 def _code() -> str:
-    """What a timing is true of: this version of Triton, and the text of the kernel and of what it calls."""
-    text = b"".join(Path(file).read_bytes() for file in (__file__, str(runtime.__file__)))
-    return f"{getattr(triton, '__version__', 'none')}-{hashlib.sha256(text).hexdigest()[:12]}"
-
-
-@functools.cache
-def _chip(device: torch.device) -> tuple[str, tuple[int, int] | None, int]:
-    """A GPU's name, capability and bytes of shared memory for one program; the interpreter has no bounds."""
-    if device.type != "cuda" or runtime.INTERPRET:
-        return "interpreter", None, 2**40
-    shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), shared
+    return _tune.code(__file__, str(runtime.__file__))

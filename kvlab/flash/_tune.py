@@ -8,6 +8,8 @@ captured, and with KVLAB_TUNE=0. What was found is kept on disk, in $KVLAB_CACHE
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 from kvlab import runtime
+from kvlab.runtime import triton
 
 MAX_CONFIGS = 4
 _TABLES: dict[Path, dict[str, Config]] = {}  # what each file held when it was first read, and what was found since
@@ -126,6 +129,33 @@ def shared_bytes(
         blocks = (blocks + 1) // 2
     numbers = config.M * width + blocks * config.N * (width + v_width) + (0 if asynchronous else config.M * config.N)
     return max(numbers, config.M * v_width) * itemsize + (8 * config.N * config.num_stages if indirect else 0) + 2048
+
+
+def padded(size: int) -> int:
+    """A head size as a tile has it: a power of two, 16 or more. Source: chapter 03."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@functools.cache
+def chip(device: torch.device) -> tuple[str, tuple[int, int] | None, int]:
+    """A GPU's name, capability and bytes of shared memory for one program; the interpreter has no bounds.
+
+    Source: chapter 03.
+    """
+    if device.type != "cuda" or runtime.INTERPRET:
+        return "interpreter", None, 2**40
+    shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), shared
+
+
+@functools.cache
+def code(*files: str) -> str:
+    """What a timing is true of: this version of Triton, and the text of a kernel and of what it calls.
+
+    Source: chapter 03.
+    """
+    text = b"".join(Path(file).read_bytes() for file in files)
+    return f"{getattr(triton, '__version__', 'none')}-{hashlib.sha256(text).hexdigest()[:12]}"
 
 
 def shape_class(**parts: Any) -> str:

@@ -102,13 +102,14 @@ def forward(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, seqused_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
-    **tiles: int | bool,
+    longer_than: int = 0, **tiles: int | bool,
 ) -> None:  # fmt: skip
     """Launch the kernel; ``out`` and ``lse`` are written. The arguments have been checked, and not refused.
 
     Shapes and units: dense q [B, Lq, H, D], k, v [B, Lk, H_kv, ·]; ragged q [total_q, H, D], k, v [total_k, H_kv, ·]
     with both cu_seqlens [B + 1]; paged k, v [num_blocks, block_size, H_kv, ·] with block_table, cu_seqlens_q and
-    seqused_k; lse [B, H, Lq] or [H, total_q]. ``tiles`` replaces sizes of ``tiling``, for measurements.
+    seqused_k; lse [B, H, Lq] or [H, total_q]. Ragged or paged sequences of ``longer_than`` queries or fewer are left
+    out. ``tiles`` replaces sizes of ``tiling``, for measurements.
 
     Source: chapter 03b.
     """
@@ -143,7 +144,7 @@ def forward(
         longest = q.shape[0] if max_seqlen_q is None else min(max_seqlen_q, q.shape[0])
         plan_tiles_kernel[(batch, triton.cdiv(triton.cdiv(longest, tokens), PLAN_WIDTH))](
             order, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, TOKENS=tokens, PAGED=form == "paged", CAUSAL=causal,
-            WIDTH=PLAN_WIDTH, num_warps=4,
+            WIDTH=PLAN_WIDTH, LONGER_THAN=longer_than, num_warps=4,
         )  # fmt: skip
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     strides = (out.stride(0), out.stride(1), out.stride(2)) if form == "dense" else (0, out.stride(0), out.stride(1))

@@ -9,10 +9,11 @@ from kvlab.runtime import counted, tl, triton
 @triton.jit
 def plan_tiles_kernel(
     plan_ptr, cu_q_ptr, cu_k_ptr, used_ptr, batch, TOKENS: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, LONGER_THAN: tl.constexpr = 0,
 ):  # fmt: skip
     """Write the list (sequence, tile of TOKENS queries), those with the most keys first; each tile counts for itself
-    how many come before it. plan_ptr: [0] the number of tiles, then from [2] on two numbers a tile.
+    how many come before it. Sequences of LONGER_THAN queries or fewer have none. plan_ptr: [0] the number of tiles,
+    then from [2] on two numbers a tile.
 
     Source: chapter 03b.
     """
@@ -38,7 +39,7 @@ def plan_tiles_kernel(
             kv = tl.load(used_ptr + other, mask=there, other=0)
         else:
             kv = tl.load(cu_k_ptr + other + 1, mask=there, other=0) - tl.load(cu_k_ptr + other, mask=there, other=0)
-        count = tl.cdiv(q, TOKENS)
+        count = tl.where(q > LONGER_THAN, tl.cdiv(q, TOKENS), 0)
         tiles += tl.sum(count)
         if CAUSAL:
             reach = tl.maximum(end[:, None] - (kv - q)[None, :], 0)
@@ -49,7 +50,7 @@ def plan_tiles_kernel(
         else:
             first = (kv[None, :] > end[:, None]) | ((kv[None, :] == end[:, None]) & (other < seq)[None, :])
             before += tl.sum(tl.where(first, count[None, :], 0), axis=1)
-    mine = m < tl.cdiv(q_len, TOKENS)
+    mine = (m < tl.cdiv(q_len, TOKENS)) & (q_len > LONGER_THAN)
     tl.store(plan_ptr + 2 + 2 * before, m * 0 + seq, mask=mine)
     tl.store(plan_ptr + 3 + 2 * before, m, mask=mine)
     if (seq == 0) & (tl.program_id(1) == 0):
