@@ -165,7 +165,6 @@ def test_random_batches_are_dealt_out_right(small_tiles, monkeypatch):
         kv_lens = tuple(rng.choice([0, 1, 15, 16, 17, rng.randint(1, 400 // batch + 20)]) for _ in range(batch))
         q_lens = tuple(rng.choice([0, 1, 1, 1, min(3, n or 1)]) for n in kv_lens)
         monkeypatch.setattr(_splits, "LONGEST_CHUNK", rng.choice([16, 32, 4096]))
-        monkeypatch.setattr(_launch, "LONGEST_CHUNK", _splits.LONGEST_CHUNK)
         count = rng.choice([1, 2, 7])
         monkeypatch.setattr(_launch, "multiprocessors", lambda on, count=count: count)
         case = case_of(q_lens, kv_lens, num_heads=2, num_kv_heads=1)
@@ -524,7 +523,7 @@ def test_every_chunk_has_a_program():
         for rows in (1, 64):
             splits = _splits.plan(0, None, batch=batch, kv_heads=heads, rows=rows, max_seqlen_k=bound,
                                   multiprocessors=units, tile=64)  # fmt: skip
-            counts, _ = dealt(tiles, splits.wave, splits.limit, 64)
+            counts, _ = dealt(tiles, splits.wave, splits.limit, splits.longest)
             assert sum(counts) <= splits.programs == splits.limit + batch
 
 
@@ -557,7 +556,7 @@ def test_the_device_deals_as_the_host_would(small_tiles, monkeypatch):
     out = inputs.call(attention, impl="triton", max_seqlen_q=1, max_seqlen_k=512)
     testing.assert_close(out, inputs.oracle()[0], inputs.plain()[0])
     (splits, stat, arrived), tile = seen[0], 64 if ON_GPU else 16
-    counts, _ = dealt([-(-n // tile) for n in kv_lens], splits.wave, splits.limit, 4096 // tile)
+    counts, _ = dealt([-(-n // tile) for n in kv_lens], splits.wave, splits.limit, splits.longest)
     peaks = stat[: 2 * splits.programs].view(splits.programs, 2)[:, 0]
     want = [n > 1 for n in counts for _ in range(n)]
     assert max(counts) > 2
