@@ -328,6 +328,17 @@ def test_long_rows_and_short_ones_in_one_call():
             assert (out[rest] == 7.0).all(), f"{kernel} is left out and its rows are written all the same"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_prompts_and_decodes_in_one_call_on_a_gpu(impl):
+    """Long rows by whatever flash.attention takes unasked, the Hopper kernel where there is one."""
+    q_lens, kv_lens = (1, 700, 1, 0, 4, 130, 16, 17), (5000, 900, 17, 3, 2000, 130, 300, 17)
+    for size, heads in ((128, (32, 8)), (64, (8, 2)), (128, (6, 6))):
+        case = case_of(q_lens, kv_lens, head_dim=size, num_heads=heads[0], num_kv_heads=heads[1])
+        testing.check_attention(attention, case, device=ON, dtype=torch.bfloat16, impl=impl, max_seqlen_q=700)
+
+
 def skip_launch(name, run):
     """Run something while one kernel does nothing."""
     from kvlab.flash import _kernel as flash_kernel
@@ -714,7 +725,7 @@ OTHER_BUGS = [
     ("merge_splits", {
         "peaks of other splits ignored": ("weight[:, :, None] * part", "part"),
         "nothing shrunk in the merge": ("acc = acc * shrink[:, None] +", "acc = acc +"),
-        "the last splits forgotten": ("range(0, splits, S)", "range(0, splits - S, S)"),
+        "the last splits forgotten": ("range(0, splits, S,", "range(0, splits - S, S,"),
         "an empty split is NaN": ("tl.where(higher == float(\"-inf\"), 0.0, higher)", "higher"),
         "totals forgotten": ("tl.sum(weight * totals, axis=0)", "tl.sum(weight, axis=0)"),
     }),
