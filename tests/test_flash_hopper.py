@@ -95,15 +95,15 @@ def test_tile_sizes_fit_the_shared_memory():
 # --- the order of the tiles ------------------------------------------------------------------------------------------
 
 
-def plan(q_lens, kv_lens, tokens, causal, paged):
+def plan(q_lens, kv_lens, tokens, causal, paged, longer_than=0):
     cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=ON) for x in (q_lens, kv_lens))
     used = torch.tensor(kv_lens, dtype=torch.int32, device=ON)
-    count = sum(-(-n // tokens) for n in q_lens)
+    count = sum(-(-n // tokens) for n in q_lens if n > longer_than)
     order = torch.full((2 + 2 * count + 8,), -7, dtype=torch.int32, device=ON)
     grid = (len(q_lens), max(1, -(-max(q_lens) // (tokens * 64))))
     flash_hopper.plan_tiles_kernel[grid](
         order, cu_q, None if paged else cu_k, used if paged else None, len(q_lens), TOKENS=tokens, PAGED=paged,
-        CAUSAL=causal, WIDTH=64,
+        CAUSAL=causal, WIDTH=64, LONGER_THAN=longer_than,
     )  # fmt: skip
     assert order[2 + 2 * count :].tolist() == [-7] * 8  # nothing past the end is written
     assert order[0] == count
@@ -123,6 +123,15 @@ def test_every_tile_is_planned_once_and_the_longest_come_first(causal, paged):
         ends = [kv_lens[b] - q_lens[b] + (m + 1) * 32 if causal else kv_lens[b] for b, m in order]
         if min(ends, default=1) > 0:
             assert ends == sorted(ends, reverse=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [True, False])
+def test_short_sequences_can_be_left_out(causal):
+    for q_lens in ([5], [16, 17, 200, 3, 0, 77, 1], [1] * 70 + [40], [16, 1]):
+        order = plan(q_lens, [n + 50 for n in q_lens], 32, causal, True, longer_than=16)
+        want = [(b, m) for b, n in enumerate(q_lens) for m in range(-(-n // 32)) if n > 16]
+        assert sorted(map(tuple, order)) == want
 
 
 # --- what the compiler makes of it, which needs no GPU ---------------------------------------------------------------

@@ -133,24 +133,25 @@ def merge_splits(acc_ptr, peak_ptr, total_ptr, rows, live, splits, acc_split, ac
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, WIDE_DV], tl.float32)
     dv = tl.arange(0, WIDE_DV)
-    for s in range(0, splits, S):
+    for s in tl.range(0, splits, S, num_stages=4):
         split = (s + tl.arange(0, S)).to(tl.int64)
+        there = (split < splits)[:, None] & live[None, :]
         at = split[:, None] * stat_split + rows[None, :]
-        peaks = tl.load(peak_ptr + at, mask=(split < splits)[:, None] & live[None, :], other=float("-inf"),
-                        cache_modifier=".cg")  # fmt: skip
+        peaks = tl.load(peak_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         some = peaks != float("-inf")
         totals = some.to(tl.float32)
         if total_ptr is not None:
-            totals = tl.load(total_ptr + at, mask=some, other=0.0, cache_modifier=".cg")
+            totals = tl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
         part = tl.load(acc_ptr + split[:, None, None] * acc_split + rows[None, :, None] * acc_row + dv[None, None, :],
-                       mask=some[:, :, None] & (dv < DV)[None, None, :], other=0.0,
+                       mask=there[:, :, None] & (dv < DV)[None, None, :], other=0.0,
                        cache_modifier=".cg")  # fmt: skip
+        part = tl.where(some[:, :, None], part.to(tl.float32), 0.0)
         higher = tl.maximum(peak, tl.max(peaks, axis=0))
         stable = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2((peaks - stable[None, :]) * UNIT)
         shrink = tl.exp2((peak - stable) * UNIT)
         total = total * shrink + tl.sum(weight * totals, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part.to(tl.float32), axis=0)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part, axis=0)
         peak = higher
     return acc, total, peak
 
@@ -243,13 +244,11 @@ def flash_decoding_kernel(
     TREE: tl.constexpr = tree_ptr is not None
     seq, split, chunk = find_split(slot, cu_ptr, used_ptr, batch, wave, limit, chunk, GROUP, MAX_ROWS, N, LONGEST,
                                    BATCH, RULE, CAUSAL, LEFT, RIGHT, TREE)  # fmt: skip
-    if seq >= batch:
-        return
     first, q_len, kv_len, low, high, short = read_lengths(
-        cu_ptr, used_ptr, seq, True, GROUP, MAX_ROWS, CAUSAL, LEFT, RIGHT, TREE
+        cu_ptr, used_ptr, seq, seq < batch, GROUP, MAX_ROWS, CAUSAL, LEFT, RIGHT, TREE
     )
     splits = count_splits(low, high, short, chunk, limit, N, RULE)
-    if split >= splits:
+    if split >= splits:  # a spare program, and any past the last sequence
         return
     begin, end = split_range(low, high, split, splits, chunk, N, RULE)
     table_ptr += seq.to(tl.int64) * table_row

@@ -12,7 +12,7 @@ from kvlab import runtime
 from kvlab.flash import _tune
 from kvlab.flash_decoding import _kernel
 from kvlab.flash_decoding._kernel import flash_decoding_kernel, merge_kernel, merge_states_kernel
-from kvlab.flash_decoding._splits import LONGEST_CHUNK, MAX_ROWS, Splits, candidates, max_rows, merge_tile, plan
+from kvlab.flash_decoding._splits import MAX_ROWS, Splits, candidates, max_rows, merge_tile, plan
 from kvlab.runtime import triton
 
 
@@ -49,12 +49,9 @@ def launch(
         splits = plan(num_splits, split_size, batch=batch, kv_heads=kv_heads, rows=rows, max_seqlen_k=max_seqlen_k,
                       multiprocessors=multiprocessors(q.device), tile=config.N)  # fmt: skip
         part, stat, arrived = workspace(q.device, splits, batch, kv_heads, rows, v_dim)
-        chunk = splits.chunk
-        numbers = (batch, splits.wave, splits.limit, chunk, kv_heads, rows)
-        rule = {"N": config.N, "RULE": splits.rule, "BATCH": triton.next_power_of_2(batch),
-                "LONGEST": max(1, LONGEST_CHUNK // config.N)}  # fmt: skip
-        if splits.rule != "balanced":
-            rule["BATCH"] = 1  # not read
+        numbers = (batch, splits.wave, splits.limit, splits.chunk, kv_heads, rows)
+        looked_at = triton.next_power_of_2(batch) if splits.rule == "balanced" else 1
+        rule = {"N": config.N, "RULE": splits.rule, "BATCH": looked_at, "LONGEST": splits.longest}
         with torch.cuda.device_of(q):
             first[(splits.programs * kv_heads,)](
                 q, k_cache, v_cache, out, lse, block_table, cu_seqlens_q, seqused_k, sinks, tree_mask, part, stat,

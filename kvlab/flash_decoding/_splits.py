@@ -18,8 +18,9 @@ MOST_CHUNKS = 16  # for each multiprocessor
 class Splits(NamedTuple):
     """How the keys are cut: by "balanced", "count" or "size"; ``limit`` bounds what the rule may give.
 
-    Shapes and units: balanced: chunks a KV head over all sequences, ``wave`` of them if they are not too long; count:
-    splits of each sequence; size: chunks of ``chunk`` keys of each sequence. ``programs`` of a KV head are launched.
+    Shapes and units: balanced: chunks a KV head over all sequences, ``wave`` of them if that makes none longer than
+    ``longest`` tiles; count: splits of each sequence; size: chunks of ``chunk`` keys of each sequence. ``programs`` of
+    a KV head are launched.
 
     Source: chapter 04.
     """
@@ -27,6 +28,7 @@ class Splits(NamedTuple):
     rule: str
     limit: int
     wave: int
+    longest: int
     chunk: int
     programs: int
 
@@ -85,12 +87,12 @@ def plan(
     """
     if split_size is not None:
         limit = max(1, -(-max_seqlen_k // split_size))
-        return Splits("size", limit, 1, split_size, batch * limit)
+        return Splits("size", limit, 1, 1, split_size, batch * limit)
     if num_splits > 0 or batch > MAX_BATCH:
         limit = max(1, num_splits)
-        return Splits("count", limit, 1, 1, batch * limit)
+        return Splits("count", limit, 1, 1, 1, batch * limit)
     wave, limit = choose_splits(batch, kv_heads, rows, max_seqlen_k, multiprocessors, tile)
-    return Splits("balanced", limit, wave, 1, limit + batch)
+    return Splits("balanced", limit, wave, max(1, LONGEST_CHUNK // tile), 1, limit + batch)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def candidates(
         many = (m == 64 and wide != 128) or (m == 32 and wide == 256 and hopper)
         warps = 8 if many else 4
         found = [
-            Config(m, n, warps, 5), Config(m, n, 2 * warps, 5), Config(m, n, warps, 3),
+            Config(m, n, warps, 5), Config(m, n, 2 * warps, 5), Config(m, n, warps, 7), Config(m, n, warps, 3),
             Config(m, max(16, n // 2), warps, 7), Config(m, 16, warps, 3),
         ]  # fmt: skip
 
