@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from kvlab import flash_decoding, paged, reference, runtime, testing, zoo
+from kvlab import flash_decoding, flash_hopper, paged, reference, runtime, testing, zoo
 from kvlab.flash import _tune
 from kvlab.flash_decoding import _attention, _kernel, _launch, _splits, choose_splits, merge_states
 from kvlab.generate import generate
@@ -982,3 +982,89 @@ def test_the_parts_of_a_split_by_hand():
     assert _attention._cuts(10, 0, 4) == [(0, 4), (4, 8), (8, 10)]
     assert _attention._cuts(8, 0, 4) == [(0, 4), (4, 8)]
     assert _attention._cuts(0, 0, 4) == [(0, 0)]
+
+
+# --- the Hopper kernel -----------------------------------------------------------------------------------------------
+
+WHY_NOT = flash_hopper.unavailable(ON)
+
+
+def on_hopper(*args, **kwargs):
+    """``attention`` by the Hopper kernel, which must have been launched."""
+    before = runtime.launches["flash_decoding_hopper_kernel"]
+    result = attention(*args, impl="hopper", **kwargs)
+    assert runtime.launches["flash_decoding_hopper_kernel"] > before or args[0].shape[0] == 0
+    return result
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(WHY_NOT is not None, reason=f"no Hopper kernel here: {WHY_NOT}")
+class TestOnHopper:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_the_hostile_table(self, dtype):
+        taken = 0
+        for case in testing.cases(ON):
+            inputs = case.build(dtype=dtype, device=ON)
+            try:
+                inputs.call(on_hopper)
+            except ValueError as refused:
+                assert "impl is 'hopper'" in str(refused)
+                continue
+            finally:
+                del inputs
+            testing.check_attention(on_hopper, case, dtype=dtype, device=ON)
+            taken += 1
+        assert taken > 15
+
+    @pytest.mark.parametrize("block_size", [8, 16, 64, 256])
+    def test_long_contexts(self, block_size):
+        """Shares that begin and end anywhere: whole items, pieces, and one long sequence among short ones."""
+        lengths = (20000, 0, *range(1, 3000, 211))
+        for heads, size, q_len, how in (
+            ((32, 8), 128, 1, {}), ((28, 4), 64, 5, {}), ((32, 1), 128, 1, {"softcap": 8.0}),
+            ((6, 2), 256, 3, {"window_size": (300, -1)}), ((5, 1), 96, 2, {"window_size": (64, 0)}),
+            ((8, 8), 40, 1, {}),
+        ):  # fmt: skip
+            case = case_of((q_len,) * len(lengths), tuple(max(n, q_len) if n else 0 for n in lengths),
+                           num_heads=heads[0], num_kv_heads=heads[1], head_dim=size, block_size=block_size,
+                           sinks=size == 64, options=how)  # fmt: skip
+            testing.check_attention(on_hopper, case, device=ON, dtype=torch.bfloat16, max_seqlen_q=q_len)
+
+    def test_lengths_shorter_than_a_share_and_none_at_all(self):
+        for lengths in ((1, 5, 17, 300, 0), (0, 0, 0), (1,), (65,) * 200, (100_000,)):
+            case = case_of((1,) * len(lengths), lengths, num_heads=32, num_kv_heads=8, head_dim=128, padding="garbage")
+            testing.check_attention(on_hopper, case, device=ON, dtype=torch.bfloat16, max_seqlen_q=1)
+
+    def test_prompts_and_decodes_in_one_call(self):
+        case = case_of((1, 40, 3, 0, 1, 300), (500, 90, 3500, 9, 0, 300), num_heads=8, head_dim=128, sinks=True)
+        testing.check_attention(on_hopper, case, device=ON, dtype=torch.bfloat16)
+
+    def test_a_launch_repeated_100_times_is_equal_to_the_bit_wherever_the_pages_lie(self):
+        case = case_of((1,) * 9, (9000, *range(1, 4000, 500)), num_heads=32, num_kv_heads=8, head_dim=128)
+        inputs = case.build(device=ON, dtype=torch.bfloat16)
+        first = inputs.call(on_hopper, max_seqlen_q=1)
+        for _ in range(100):
+            out = torch.full_like(first, float("nan"))
+            assert torch.equal(inputs.call(on_hopper, max_seqlen_q=1, out=out), first)
+
+    def test_a_captured_call_replays_while_lengths_grow(self):
+        case = case_of((1,) * 4, (1000, 700, 300, 64), head_dim=128, num_heads=32, num_kv_heads=8)
+        inputs = case.build(device=ON, dtype=torch.bfloat16)
+        full = inputs.seqused_k.clone()
+        out = torch.empty_like(inputs.q)
+        bounds = {"max_seqlen_q": 1, "max_seqlen_k": 1024}
+        inputs.call(on_hopper, out=out, **bounds)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            inputs.call(on_hopper, out=out, **bounds)
+        for lengths in ([1, 1, 1, 1], [5, 0, 17, 64], [64, 65, 66, 63], [500, 700, 1, 33], full.tolist()):
+            inputs.seqused_k.copy_(torch.tensor(lengths, **I32))
+            out.fill_(float("nan"))
+            graph.replay()
+            testing.assert_close(out, inputs.oracle()[0], inputs.plain()[0])
+
+    def test_it_is_what_a_call_takes_unasked(self):
+        inputs = case_of((1, 1), (100, 200), head_dim=64).build(device=ON, dtype=torch.bfloat16)
+        explained = inputs.call(flash_decoding.explain)
+        assert explained.impl == "hopper"
+        assert torch.equal(inputs.call(attention), inputs.call(on_hopper))

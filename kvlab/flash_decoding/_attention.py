@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab import paged, reference, runtime
+from kvlab import flash_hopper, paged, reference, runtime
 from kvlab.flash import Choice, _tune
 from kvlab.flash._attention import KERNEL_DTYPES, MAX_HEAD_DIM, attend_longer
 from kvlab.flash._checks import check_paged
@@ -34,10 +34,11 @@ def attention(
     Shapes and units: q and the result [total_q, H, D or Dv]; k_cache, v_cache [num_blocks, block_size, H_kv, D or Dv];
     block_table [B, max_blocks], cu_seqlens_q [B + 1], seqused_k [B], all int32; ``max_seqlen_q`` and ``max_seqlen_k``
     bound the new tokens and the keys of any sequence (default: total_q, and all that a row of the table holds); sinks
-    [H] float32; tree_mask [total_q] int64; lse [H, total_q] float32, natural log. ``impl`` is "torch", "triton" or None
-    (by device). ``num_splits`` 0 deals the keys of all sequences into chunks of one size (``choose_splits``), n cuts
-    each sequence in n. ``split_size`` cuts at multiples of so many keys instead, with a tile that nothing but the head
-    sizes, types and page size decide: then a sequence's result is the same, bit for bit, alone and in any company.
+    [H] float32; tree_mask [total_q] int64; lse [H, total_q] float32, natural log. ``impl`` is "torch", "triton",
+    "hopper" or None (see ``explain``). ``num_splits`` 0 deals the keys of all sequences into chunks of one size
+    (``choose_splits``), n cuts each sequence in n. ``split_size`` cuts at multiples of so many keys, with a tile
+    that nothing but the head sizes, types and page size decide: then a sequence's result is the same, bit for bit,
+    alone and in any company. "hopper" deals the keys itself, and takes neither.
 
     Raises: ValueError as ``runtime.check_attention``, for splits that are none, and where a kernel cannot take these
     arguments; RuntimeError where "triton" cannot be launched.
@@ -46,7 +47,9 @@ def attention(
     """
     check_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                 window_size, softcap, sinks, tree_mask, out)  # fmt: skip
-    name, _ = _choose(impl, q, k_cache, v_cache, num_splits, split_size)
+    name, _ = _choose(impl, q, k_cache, v_cache, num_splits, split_size, batch=seqused_k.shape[0],
+                      softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
+                      tree_mask=tree_mask)  # fmt: skip
     if out is None:
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device) if return_lse else None
@@ -61,7 +64,12 @@ def attention(
         _split_and_merge(q, k_cache, v_cache, out, lse, num_splits=num_splits, split_size=split_size, **options)
         return out if lse is None else (out, lse)
     options["max_seqlen_q"], options["max_seqlen_k"] = _bounds(q, k_cache, block_table, max_seqlen_q, max_seqlen_k)
-    _launch.launch(q, k_cache, v_cache, out, lse, num_splits=num_splits, split_size=split_size, **options)
+    if name == "hopper":
+        from kvlab.flash_decoding import _hopper_launch
+
+        _hopper_launch.launch(q, k_cache, v_cache, out, lse, **options)
+    else:
+        _launch.launch(q, k_cache, v_cache, out, lse, num_splits=num_splits, split_size=split_size, **options)
     few = _most_rows(q, v_cache) // (q.shape[1] // k_cache.shape[2])  # new tokens of a sequence that has few rows
     if options["max_seqlen_q"] > few:
         attend_longer(q, k_cache, v_cache, out, lse, longer_than=few, impl=impl, **options)
@@ -86,7 +94,9 @@ def explain(
     """
     check_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
                 window_size, softcap, sinks, tree_mask, None)  # fmt: skip
-    name, why = _choose(impl, q, k_cache, v_cache, num_splits, split_size)
+    name, why = _choose(impl, q, k_cache, v_cache, num_splits, split_size, batch=seqused_k.shape[0],
+                        softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
+                        tree_mask=tree_mask)  # fmt: skip
     if name == "torch":
         return Choice(name, why)
     bounds = _bounds(q, k_cache, block_table, max_seqlen_q, max_seqlen_k)
@@ -94,6 +104,14 @@ def explain(
     most = _most_rows(q, v_cache)
     if group > most:
         return Choice(name, f"{why}: group {group} is more than {most} rows, so flash.attention takes all")
+    longer = (
+        f"; sequences of more than {most // group} new tokens by flash.attention" if bounds[0] * group > most else ""
+    )
+    if name == "hopper":
+        from kvlab.flash_decoding import _hopper_launch
+
+        tile = _hopper_launch.tiling(q.shape[2], v_cache.shape[3])
+        return Choice(name, f"{why}: split-KV, an equal share of all keys for each multiprocessor{longer}", tile)
     config = _launch.configuration(
         q, k_cache, v_cache, batch=batch, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1], causal=causal,
         window_size=window_size, softcap=softcap, tree=tree_mask is not None, fixed=split_size is not None,
@@ -101,7 +119,6 @@ def explain(
     rows = bounds[0] * group
     splits = plan(num_splits, split_size, batch=max(batch, 1), kv_heads=kv_heads, rows=max(1, min(rows, most)),
                   max_seqlen_k=bounds[1], multiprocessors=_launch.multiprocessors(q.device), tile=config.N)  # fmt: skip
-    longer = f"; sequences of more than {most // group} new tokens by flash.attention" if rows > most else ""
     return Choice(name, f"{why}: split-KV, {splits}{longer}", asdict(config))
 
 
@@ -216,9 +233,10 @@ def _attend_part(
 
 
 def _choose(
-    impl: str | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None
-) -> tuple[str, str]:
-    """The implementation and why; refuses what it cannot take."""
+    impl: str | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None,
+    **options: Any,
+) -> tuple[str, str]:  # fmt: skip
+    """The implementation and why; refuses what it cannot take. One that was asked for is never replaced by another."""
 
     def is_count(value: object, least: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -229,6 +247,12 @@ def _choose(
         raise ValueError(f"split_size is {split_size!r}; it must be an integer, 1 or more, or None")
     if split_size is not None and num_splits:
         raise ValueError(f"num_splits is {num_splits}; with a split_size it must be 0")
+    why = None
+    if impl == "hopper" or (impl is None and q.device.type == "cuda"):
+        why = _instead_of_hopper(impl, q, k_cache, v_cache, num_splits, split_size, **options)
+        if why is None:
+            pages = f"pages of {k_cache.shape[1]} by TMA"
+            return "hopper", f"sm_90, {str(q.dtype).removeprefix('torch.')}, head size {q.shape[2]}, {pages}"
     name = runtime.choose(impl, q.device, "flash_decoding.attention")
     if name == "torch":
         on_cpu = impl is None and q.device.type == "cpu"
@@ -242,8 +266,28 @@ def _choose(
         if split_size % tile:
             raise ValueError(f"split_size is {split_size}; it must be a multiple of the tile, {tile} keys")
     if impl is None:
-        return name, "on a GPU"
+        return name, why or "on a GPU"
     return name, "asked for, and Triton's interpreter runs it" if runtime.INTERPRET else "asked for"
+
+
+def _instead_of_hopper(
+    impl: str | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None,
+    **options: Any,
+) -> str | None:  # fmt: skip
+    """Why the Hopper kernel is not taken, as one clause; None where it is."""
+    why = flash_hopper.unavailable(q.device)
+    if why is not None:
+        if impl == "hopper":
+            raise RuntimeError(f"impl='hopper' cannot run: {why}")
+        return why
+    from kvlab.flash_decoding import _hopper_launch
+
+    why = _hopper_launch.refusal(q, k_cache, v_cache, num_splits=num_splits, split_size=split_size, **options)
+    if why is not None:
+        if impl == "hopper":
+            raise ValueError(f"impl is 'hopper'; for these arguments it must be another: {why}")
+        return f"hopper refuses: {why}"
+    return None
 
 
 def _fixed_tile(q: Tensor, v_cache: Tensor) -> int:

@@ -124,16 +124,27 @@ def workspace(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the sums of every split, for their peaks and totals, and a counter for each sequence and KV head.
 
-    One buffer a stream is kept and grown, so that a call allocates nothing once it is warm. A launch that a CUDA graph
-    captures may run again at any time, beside others: it gets memory of its own from the graph's pool, and counters
-    that no other launch will ever have. Every counter is 0 before a launch, and after it.
-
     Shapes and units: float32 of [programs, H_kv, rows, Dv] and of [programs, H_kv, 2, rows], flat; int32 of [B, H_kv].
 
     Source: chapter 04.
     """
     stats = _rounded(2 * splits.programs * kv_heads * rows) if splits.limit > 1 else 0
-    need, counters = stats + stats // 2 * v_dim, _rounded(batch * kv_heads)
+    room, arrived = reserve(on, stats + stats // 2 * v_dim, batch * kv_heads)
+    return room[stats:], room, arrived
+
+
+def reserve(on: torch.device, need: int, counters: int) -> tuple[Tensor, Tensor]:
+    """So many float32 numbers, of any value, and so many counters, all 0.
+
+    One buffer a stream is kept and grown, so that a call allocates nothing once it is warm. A launch that a CUDA graph
+    captures may run again at any time, beside others: it gets memory of its own from the graph's pool, and counters
+    that no other launch will ever have. Every counter is 0 before a launch, and after it.
+
+    Shapes and units: float32 [need or more], int32 [counters or more].
+
+    Source: chapter 04.
+    """
+    counters = _rounded(counters)
     if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
         room, arrived = torch.empty(need, dtype=torch.float32, device=on), _captured_counters(on, counters)
     else:
@@ -146,7 +157,7 @@ def workspace(
         _buffers[key] = (room, arrived)
         if on.type == "cuda" and on not in _slabs:
             _slabs[on] = (torch.zeros(_SLAB, dtype=torch.int32, device=on), 0)
-    return room[stats:], room, arrived
+    return room, arrived
 
 
 def _rounded(count: int) -> int:

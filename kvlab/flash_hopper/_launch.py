@@ -157,43 +157,48 @@ def forward(
     )  # fmt: skip
 
 
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """How the copy engine sees a 16-bit tensor; on its layout only the 16 bits have a say."""
+    strides = [s if n > 1 else 8 for s, n in zip(strides[:-1], shape[:-1], strict=True)] + [1]
+    return TensorDescriptor(x, shape, strides, block, NVMMASharedLayout.get_default_for(block, gl_bfloat16))
+
+
+def bounded_descriptor(x: Tensor, rows: int, heads: int, wide: int) -> TensorDescriptor:
+    """How the copy engine sees a ragged tensor or pages, so that a copy can end anywhere: with two more dimensions in
+    front, whose strides add up to nothing. Coordinates (FAR, first + valid, FAR - valid + i) address row first + i, and
+    from row ``valid`` on lie out of bounds, where a copy in fills in zeros and a copy out writes nothing.
+
+    Shapes and units: x [..., tokens, heads, size], pages one after the other; a copy is of ``rows`` tokens, ``heads``
+    heads and ``wide`` numbers of each.
+
+    Source: chapter 03b.
+    """
+    row = x.stride(-3)
+    shape = [MOST, MOST, FAR, x.shape[-2], x.shape[-1]]
+    return _descriptor(x, shape, [2**34 - row, row, row, x.stride(-2), 1], [1, 1, rows, heads, wide])
+
+
 def _descriptors(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, plan: Plan, packs: int
 ) -> tuple[TensorDescriptor | Tensor, ...]:
-    """How the copy engine sees the tensors. A ragged or paged K, V or output gets two more dimensions in front, whose
-    strides add up to nothing: coordinates (FAR, first + valid, FAR - valid + i) address row first + i, and from row
-    ``valid`` on lie out of bounds, where a copy in fills in zeros and a copy out writes nothing."""
-    dtype = gl_bfloat16  # the layout depends on its 16 bits alone
+    """How the copy engine sees the tensors: of q, k, v, and of the output where it is to write that."""
+    group, dense = plan.group, plan.form == "dense"
 
-    def descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-        strides = [s if n > 1 else 8 for s, n in zip(strides[:-1], shape[:-1], strict=True)] + [1]
-        return TensorDescriptor(x, shape, strides, block, NVMMASharedLayout.get_default_for(block, dtype))
+    def packed(x: Tensor, wide: int) -> TensorDescriptor:
+        length, (row, head) = x.shape[-3], x.stride()[-3:-1]
+        batch, seq = (x.shape[0], x.stride(0)) if x.ndim == 4 else (1, 8)
+        shape, strides = [batch, length, packs, group, x.shape[-1]], [seq, row, group * head, head, 1]
+        return _descriptor(x, shape, strides, [1, plan.queries, 1, group, wide])
 
-    group, dim = plan.group, plan.dim
-    if plan.form == "dense":
-        (b, length, _, _), (sb, sl, sh, _) = q.shape, q.stride()
-    else:
-        (length, _, _), (sl, sh, _), b, sb = q.shape, q.stride(), 1, 8
-    q_desc = descriptor(
-        q, [b, length, packs, group, dim], [sb, sl, group * sh, sh, 1], [1, plan.queries, 1, group, plan.wide]
-    )
+    kv = [
+        _descriptor(x, list(x.shape), list(x.stride()), [1, plan.N, 1, wide]) if dense
+        else bounded_descriptor(x, plan.rows, 1, wide)
+        for x, wide in ((k, plan.wide), (v, plan.wide_v))
+    ]  # fmt: skip
     out_desc: TensorDescriptor | Tensor = out  # not read
-    if plan.copies_out and plan.form == "dense":
-        (so, sl, sh, _), box = out.stride(), [1, plan.queries, 1, group, plan.wide_v]
-        out_desc = descriptor(out, [b, length, packs, group, plan.dim_v], [so, sl, group * sh, sh, 1], box)
-    elif plan.copies_out:
-        (row, sh, _), box = out.stride(), [1, 1, plan.queries, group, plan.wide_v]
-        shape = [MOST, MOST, FAR, out.shape[1], plan.dim_v]
-        out_desc = descriptor(out, shape, [2**34 - row, row, row, sh, 1], box)
-    kv = []
-    for x, wide in ((k, plan.wide), (v, plan.wide_v)):
-        if plan.form == "dense":
-            kv.append(descriptor(x, list(x.shape), list(x.stride()), [1, plan.N, 1, wide]))
-        else:
-            row = x.stride(-3)
-            shape = [MOST, MOST, FAR, x.shape[-2], x.shape[-1]]
-            kv.append(descriptor(x, shape, [2**34 - row, row, row, x.stride(-2), 1], [1, 1, plan.rows, 1, wide]))
-    return (q_desc, *kv, out_desc)
+    if plan.copies_out:
+        out_desc = packed(out, plan.wide_v) if dense else bounded_descriptor(out, plan.queries, group, plan.wide_v)
+    return (packed(q, plan.wide), *kv, out_desc)
 
 
 @functools.cache

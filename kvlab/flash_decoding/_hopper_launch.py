@@ -1,0 +1,90 @@
+"""From tensors to a launch of the Hopper kernel: what it takes, its tiles, and its memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvlab import flash_hopper
+from kvlab.flash_decoding._launch import multiprocessors, reserve
+from kvlab.flash_decoding._splits import MAX_BATCH, MAX_ROWS
+from kvlab.flash_hopper import _launch as prefill
+from kvlab.runtime import triton
+
+LEAST_BATCH = 128  # sequences that the four warps of a CTA look at together
+LEAST_LIVE = 4
+
+
+def refusal(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, batch: int, num_splits: int, split_size: int | None,
+    softmax_scale: float | None, window_size: tuple[int, int], softcap: float, sinks: Tensor | None,
+    tree_mask: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Why the kernel does not take these arguments, in one clause; None where it takes them.
+
+    Shapes and units: as ``flash_decoding.attention``; ``batch`` sequences.
+
+    Source: chapter 04.
+    """
+    if num_splits or split_size is not None:
+        return "the splits are given, and it deals them out itself"
+    if batch > MAX_BATCH:
+        return f"{batch} sequences are more than {MAX_BATCH}"
+    if q.shape[1] // k_cache.shape[2] > MAX_ROWS:
+        return f"a group of {q.shape[1] // k_cache.shape[2]} heads is more than {MAX_ROWS} rows"
+    return flash_hopper.refusal(
+        q, k_cache, v_cache, paged=True, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap,
+        sinks=sinks, tree_mask=tree_mask,
+    )  # fmt: skip
+
+
+def tiling(dim: int, dim_v: int) -> dict[str, int]:
+    """Tile sizes by head size: as many stages as the shared memory holds, so that loads run far ahead.
+
+    Shapes and units: ``N`` keys of a block, ``stages`` blocks of K and of V, ``wide`` and ``wide_v`` the padded sizes.
+
+    Source: chapter 04.
+    """
+    wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
+    sizes = {64: {"N": 128, "stages": 6}, 128: {"N": 64, "stages": 6}}
+    return {"wide": wide, "wide_v": wide_v, **sizes.get(max(wide, wide_v), {"N": 64, "stages": 3})}
+
+
+def launch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, *, block_table: Tensor,
+    cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
+    window_size: tuple[int, int], softcap: float, sinks: Tensor | None, tree_mask: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run the kernel for the sequences that have up to 64 rows; ``out`` and ``lse`` are written there.
+
+    Shapes and units: as ``flash_decoding.attention``; the arguments were checked, and not refused.
+
+    Source: chapter 04.
+    """
+    from kvlab.flash_decoding._hopper import LOG2E, DecodePlan, flash_decoding_hopper_kernel
+
+    (total_q, heads, dim), (_, block_size, kv_heads, dim_v) = q.shape, v_cache.shape
+    batch, group = seqused_k.shape[0], heads // kv_heads
+    if total_q == 0 or batch == 0:
+        return
+    left, right = (min(w, prefill.FAR) for w in window_size)
+    live = triton.next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
+    plan = DecodePlan(
+        form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
+        block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
+        batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live,
+        **tiling(dim, dim_v),  # type: ignore[arg-type]
+    )  # fmt: skip
+    most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
+    programs = min(multiprocessors(q.device), most)
+    slots = 2 * programs * live
+    room, arrived = reserve(q.device, slots * (dim_v + 1), batch * kv_heads)
+    descs = [
+        prefill.bounded_descriptor(x, plan.rows, 1, wide) for x, wide in ((k_cache, plan.wide), (v_cache, plan.wide_v))
+    ]
+    with torch.cuda.device_of(q):
+        flash_decoding_hopper_kernel[(programs,)](
+            q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[slots:], room, arrived,
+            block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0), batch,
+            kv_heads, softmax_scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
+        )  # fmt: skip
