@@ -115,7 +115,6 @@ print(json.dumps(found))
 
 DECODING = r"""
 from kvlab import flash_decoding
-from kvlab.flash import _tune
 from kvlab.flash_decoding import _splits
 
 ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -145,7 +144,7 @@ def decoding(capability, d, rows=4, dtype="bf16", page=16, others=False, extra=(
         name = f"{dtype} D={d} {tile} page={page} {extra} {batch} {rule} {values}"
         build(capability, name, kernel, types, given, FREE, num_warps=tile.num_warps, num_stages=tile.num_stages)
         size = 4 if dtype == "fp32" else 2
-        bound = _tune.shared_bytes(tile, d, d, size, hopper=capability == 90, indirect=True)
+        bound = _splits.shared_bytes(tile, d, d, size, hopper=capability == 90)
         found[-1] |= {"first": number == 0, "bound": bound}
 
 def merging(capability, d, dtype="bf16"):
@@ -160,15 +159,15 @@ for capability in (80, 86, 89, 90):
     for d in (64, 128, 256):
         decoding(capability, d)
         if capability in (86, 90):
-            decoding(capability, d, rows=32)
             decoding(capability, d, rows=64)
+    if capability != 89:
+        decoding(capability, 256, rows=32)
 for d in (64, 128, 256):
     decoding(86, d, dtype="fp32")
     merging(90, d)
 decoding(86, 128, rows=64, dtype="fp32")
 decoding(90, 128, page=1, others=True)
-decoding(90, 128, page=64, others=True)
-decoding(90, 128, page=256, batch=1)
+decoding(90, 128, page=64, batch=1)
 decoding(90, 128, rule="count", dtype="fp16", extra=("lse_ptr",))
 decoding(90, 128, rows=20, extra=("lse_ptr", "arrived_ptr", "sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
 decoding(90, 128, batch=4096)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvlab.flash._kernel import LN2, LOG2E, find_rows
 from kvlab.runtime import cap, counted, dot, finish, key_range, load_rows, tl, triton, visible
 
+MERGE_STAGES = tl.constexpr(3)  # of the loop over splits in a merge: its loads run ahead as those of keys do
+
 # --- who reads which keys --------------------------------------------------------------------------------------------
 
 
@@ -133,7 +135,7 @@ def merge_splits(acc_ptr, peak_ptr, total_ptr, rows, live, splits, acc_split, ac
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, WIDE_DV], tl.float32)
     dv = tl.arange(0, WIDE_DV)
-    for s in tl.range(0, splits, S, num_stages=4):
+    for s in tl.range(0, splits, S, num_stages=MERGE_STAGES):
         split = (s + tl.arange(0, S)).to(tl.int64)
         there = (split < splits)[:, None] & live[None, :]
         at = split[:, None] * stat_split + rows[None, :]

@@ -132,12 +132,24 @@ def candidates(
         ]  # fmt: skip
 
     def fits(config: Config) -> bool:
-        return _tune.shared_bytes(config, width, v_width, itemsize, hopper=hopper, indirect=True) <= shared
+        return shared_bytes(config, width, v_width, itemsize, hopper=hopper) <= shared
 
     found = list(dict.fromkeys(c for c in found if fits(c)))
     if not found:
         raise ValueError(f"head sizes are {width} and {v_width}; not one tile fits {shared} bytes of shared memory")
     return found[: 1 if fixed else _tune.MAX_CONFIGS]
+
+
+def shared_bytes(config: Config, width: int, v_width: int, itemsize: int, *, hopper: bool) -> int:
+    """The shared memory of a program, an upper bound: what attention takes or, after it, what the merge does.
+
+    Shapes and units: bytes; as ``candidates``.
+
+    Source: chapter 04; ``triton.compile``'s own figures, to which tests hold it.
+    """
+    s, r = merge_tile(v_width)
+    merging = 3 * s * r * (4 * v_width + 8) + 4096
+    return max(_tune.shared_bytes(config, width, v_width, itemsize, hopper=hopper, indirect=True), merging)
 
 
 def merge_tile(v_width: int) -> tuple[int, int]:
