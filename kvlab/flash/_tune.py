@@ -227,7 +227,8 @@ def choose(key: str, found: Sequence[Config], measure: Callable[[Config], float 
 def time_launch(launch: Callable[[], object], seconds: float = 0.02) -> float | None:
     """Milliseconds of one launch on the current GPU, by CUDA events; None where the GPU has not the resources.
 
-    The first launch compiles, the second says how many more about ``seconds`` allow: 10 at most.
+    The first launch compiles, the second says how many more about ``seconds`` allow: 10 at most. The GPU is kept busy
+    while they are put in its queue, so that what they cost the host does not show.
 
     Source: chapter 03; Triton's ``do_bench``.
     """
@@ -235,6 +236,7 @@ def time_launch(launch: Callable[[], object], seconds: float = 0.02) -> float | 
 
     def timed(count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(count * 300_000)  # cycles
         begin.record()
         for _ in range(count):
             launch()

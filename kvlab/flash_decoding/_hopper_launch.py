@@ -13,6 +13,7 @@ from kvlab.runtime import triton
 
 LEAST_BATCH = 128  # sequences that the four warps of a CTA look at together
 LEAST_LIVE = 4
+FEW_KEYS = 1024
 
 
 def refusal(
@@ -38,16 +39,24 @@ def refusal(
     )  # fmt: skip
 
 
-def tiling(dim: int, dim_v: int) -> dict[str, int]:
-    """Tile sizes by head size: as many stages as the shared memory holds, so that loads run far ahead.
+def tiling(dim: int, dim_v: int, keys: int) -> dict[str, int]:
+    """Tile sizes: as many stages as the shared memory holds, so that loads run far ahead; large blocks, which cost the
+    least for each key, but small ones where a CTA has few, so that what comes last is soon done.
 
-    Shapes and units: ``N`` keys of a block, ``stages`` blocks of K and of V, ``wide`` and ``wide_v`` the padded sizes.
+    Shapes and units: ``keys`` of all sequences and KV heads that one CTA reads at most; ``N`` keys of a block,
+    ``stages`` blocks of K and of V, ``wide`` and ``wide_v`` the padded sizes.
 
     Source: chapter 04.
     """
     wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
-    sizes = {64: {"N": 128, "stages": 6}, 128: {"N": 64, "stages": 6}}
-    return {"wide": wide, "wide_v": wide_v, **sizes.get(max(wide, wide_v), {"N": 64, "stages": 3})}
+    sizes = {64: (128, 6), 128: (128, 3) if keys > FEW_KEYS else (64, 6), 256: (64, 3)}
+    n, stages = sizes[max(wide, wide_v)]
+    return {"wide": wide, "wide_v": wide_v, "N": n, "stages": stages}
+
+
+def keys_of_cta(q: Tensor, k_cache: Tensor, batch: int, max_seqlen_k: int) -> int:
+    """Keys that one CTA reads at most, by the bounds. Shapes and units: as ``launch``. Source: chapter 04."""
+    return batch * k_cache.shape[2] * max_seqlen_k // multiprocessors(q.device)
 
 
 def launch(
@@ -73,7 +82,7 @@ def launch(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
         batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live,
-        **tiling(dim, dim_v),  # type: ignore[arg-type]
+        **tiling(dim, dim_v, keys_of_cta(q, k_cache, batch, max_seqlen_k)),  # type: ignore[arg-type]
     )  # fmt: skip
     most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
     programs = min(multiprocessors(q.device), most)
