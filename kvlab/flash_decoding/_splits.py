@@ -126,8 +126,8 @@ def candidates(
     else:  # warps: as few as need not save registers
         many = (m == 64 and wide != 128) or (m == 32 and wide == 256 and hopper)
         warps = 8 if many else 4
-        found = [  # few rows: two warps wait for each other least, and keep three blocks on their way
-            Config(m, n, 2, 3), Config(m, 2 * n, 4, 3), Config(m, n, 4, 3)
+        found = [  # few rows: the fewer warps, the less they wait for each other
+            Config(m, 2 * n, 4, 3), Config(m, n, 2, 3), Config(m, n, 4, 3)
         ] if m == 16 and not fixed else [
             Config(m, n, warps, 5), Config(m, n, 2 * warps, 5), Config(m, n, warps, 7), Config(m, n, warps, 3),
             Config(m, max(16, n // 2), warps, 7), Config(m, 16, warps, 3),
