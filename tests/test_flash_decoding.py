@@ -1065,8 +1065,16 @@ class TestOnHopper:
             graph.replay()
             testing.assert_close(out, inputs.oracle()[0], inputs.plain()[0])
 
-    def test_it_is_what_a_call_takes_unasked(self):
+    def test_a_reader_is_told(self):
         inputs = case_of((1, 1), (100, 200), head_dim=64).build(device=ON, dtype=torch.bfloat16)
-        explained = inputs.call(flash_decoding.explain)
-        assert explained.impl == "hopper"
-        assert torch.equal(inputs.call(attention), inputs.call(on_hopper))
+        assert inputs.call(flash_decoding.explain, impl="hopper").impl == "hopper"
+        assert inputs.call(flash_decoding.explain).impl == "triton"
+        with pytest.raises(ValueError, match="the splits are given"):
+            inputs.call(attention, impl="hopper", num_splits=2)
+
+
+def test_asking_for_the_hopper_kernel_where_it_cannot_run_is_an_error():
+    if WHY_NOT is None:
+        pytest.skip("it can run here")
+    with pytest.raises(RuntimeError, match="cannot run"):
+        case_of((1,), (20,)).build().call(attention, impl="hopper")

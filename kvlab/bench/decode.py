@@ -182,14 +182,11 @@ class Expected:
 # --- who takes part --------------------------------------------------------------------------------------------------
 
 
-def own(session: Session) -> dict[str, str | None]:
-    """kvlab's implementations that can run here, by the name in the records: "kvlab" is what it chooses itself.
-
-    Source: chapter 04.
-    """
+def own(session: Session) -> dict[str, str]:
+    """kvlab's implementations that can run here, by the name in the records. Source: chapter 04."""
     if session.on_gpu:
-        return {"kvlab": None, "kvlab triton": "triton"}
-    kinds: dict[str, str | None] = {"kvlab torch": "torch"}
+        return {"kvlab": "triton", "kvlab hopper": "hopper"}
+    kinds = {"kvlab torch": "torch"}
     if session.quick and runtime.can_launch(session.device):
         kinds["kvlab triton"] = "triton"
     return kinds

@@ -35,10 +35,10 @@ def attention(
     block_table [B, max_blocks], cu_seqlens_q [B + 1], seqused_k [B], all int32; ``max_seqlen_q`` and ``max_seqlen_k``
     bound the new tokens and the keys of any sequence (default: total_q, and all that a row of the table holds); sinks
     [H] float32; tree_mask [total_q] int64; lse [H, total_q] float32, natural log. ``impl`` is "torch", "triton",
-    "hopper" or None (see ``explain``). ``num_splits`` 0 deals the keys of all sequences into chunks of one size
-    (``choose_splits``), n cuts each sequence in n. ``split_size`` cuts at multiples of so many keys, with a tile
-    that nothing but the head sizes, types and page size decide: then a sequence's result is the same, bit for bit,
-    alone and in any company. "hopper" deals the keys itself, and takes neither.
+    "hopper" (new, and run only where asked for) or None (by device). ``num_splits`` 0 deals the keys of all sequences
+    into chunks of one size (``choose_splits``), n cuts each sequence in n. ``split_size`` cuts at multiples of so many
+    keys, with a tile that nothing but the head sizes, types and page size decide: then a sequence's result is the same,
+    bit for bit, alone and in any company. "hopper" deals the keys itself, and takes neither.
 
     Raises: ValueError as ``runtime.check_attention``, for splits that are none, and where a kernel cannot take these
     arguments; RuntimeError where "triton" cannot be launched.
@@ -248,12 +248,9 @@ def _choose(
         raise ValueError(f"split_size is {split_size!r}; it must be an integer, 1 or more, or None")
     if split_size is not None and num_splits:
         raise ValueError(f"num_splits is {num_splits}; with a split_size it must be 0")
-    why = None
-    if impl == "hopper" or (impl is None and q.device.type == "cuda"):
-        why = _instead_of_hopper(impl, q, k_cache, v_cache, num_splits, split_size, **options)
-        if why is None:
-            pages = f"pages of {k_cache.shape[1]} by TMA"
-            return "hopper", f"sm_90, {str(q.dtype).removeprefix('torch.')}, head size {q.shape[2]}, {pages}"
+    if impl == "hopper":
+        _require_hopper(q, k_cache, v_cache, num_splits, split_size, **options)
+        return impl, f"asked for; {str(q.dtype).removeprefix('torch.')}, pages of {k_cache.shape[1]} by TMA"
     name = runtime.choose(impl, q.device, "flash_decoding.attention")
     if name == "torch":
         on_cpu = impl is None and q.device.type == "cpu"
@@ -267,28 +264,22 @@ def _choose(
         if split_size % tile:
             raise ValueError(f"split_size is {split_size}; it must be a multiple of the tile, {tile} keys")
     if impl is None:
-        return name, why or "on a GPU"
+        return name, "on a GPU"
     return name, "asked for, and Triton's interpreter runs it" if runtime.INTERPRET else "asked for"
 
 
-def _instead_of_hopper(
-    impl: str | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None,
-    **options: Any,
-) -> str | None:  # fmt: skip
-    """Why the Hopper kernel is not taken, as one clause; None where it is."""
+def _require_hopper(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None, **options: Any
+) -> None:
+    """Raise where the Hopper kernel cannot run, or does not take these arguments."""
     why = flash_hopper.unavailable(q.device)
     if why is not None:
-        if impl == "hopper":
-            raise RuntimeError(f"impl='hopper' cannot run: {why}")
-        return why
+        raise RuntimeError(f"impl='hopper' cannot run: {why}")
     from kvlab.flash_decoding import _hopper_launch
 
     why = _hopper_launch.refusal(q, k_cache, v_cache, num_splits=num_splits, split_size=split_size, **options)
     if why is not None:
-        if impl == "hopper":
-            raise ValueError(f"impl is 'hopper'; for these arguments it must be another: {why}")
-        return f"hopper refuses: {why}"
-    return None
+        raise ValueError(f"impl is 'hopper'; for these arguments it must be another: {why}")
 
 
 def _fixed_tile(q: Tensor, v_cache: Tensor) -> int:

@@ -158,53 +158,52 @@ def load_items(desc, full, buffers, share, table, work, FREE: gl.constexpr, C: g
 
 
 @gluon.jit
-def with_sink(lse, sink_ptr, head, live):
-    """What a row's output is to be multiplied by, and its log-sum-exp, once the sink has its share. Base 2.
+def write_out(acc, total, peak, rows, first, q_len, head, outputs, C: gl.constexpr, D: gl.constexpr):
+    """Add the sink, which is a key of its own without a value, divide, and write rows and their log-sum-exps: sums acc
+    [R, D] and total [R], measured by 2**peak [R].
 
     Source: chapter 04.
     """
-    sink = gl.load(sink_ptr + head, mask=live, other=-INF) * LOG2E
-    peak = gl.maximum(lse, sink)
-    peak = gl.where(peak == -INF, 0.0, peak)
-    seen = gl.exp2(lse - peak)
-    total = seen + gl.exp2(sink - peak)
-    some = total > 0
-    total = gl.where(some, total, 1.0)
-    return seen / total, gl.where(some, peak + gl.log2(total), -INF)
-
-
-@gluon.jit
-def write_out(out, lse, rows, first, q_len, head, outputs, C: gl.constexpr, D: gl.constexpr):
-    """Finished rows, and their log-sum-exps: out [R, D], lse [R] in base 2. Source: chapter 04."""
     out_ptr, lse_ptr, sink_ptr, out_token, out_head, lse_head = outputs
     live = rows < q_len * C.group
     heads = head * C.group + rows % C.group
+    peak = gl.where(total > 0, peak, -INF)
     if C.sinks:
-        weight, lse = with_sink(lse, sink_ptr, heads, live)
-        out = out * weight[:, None]
+        sink = gl.load(sink_ptr + heads, mask=live, other=-INF) * LOG2E
+        higher = gl.maximum(peak, sink)
+        safe = gl.where(higher == -INF, 0.0, higher)
+        shrink = gl.exp2(peak - safe)
+        acc = acc * shrink[:, None]
+        total = total * shrink + gl.exp2(sink - safe)
+        peak = higher
+    some = total > 0
+    total = gl.where(some, total, 1.0)
+    out = acc * (1.0 / total)[:, None]
     token = (first + rows // C.group).to(gl.int64)
     columns = gl.arange(0, C.wide_v, D)
     place = token * out_token + heads.to(gl.int64) * out_head
     mask = live[:, None] & (columns < C.dim_v)[None, :]
     gl.store(out_ptr + place[:, None] + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
     if C.lse:
-        gl.store(lse_ptr + heads.to(gl.int64) * lse_head + token, lse * LN2, mask=live)
+        lse = gl.where(some, (peak + gl.log2(total)) * LN2, -INF)
+        gl.store(lse_ptr + heads.to(gl.int64) * lse_head + token, lse, mask=live)
 
 
 @gluon.jit
 def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C: gl.constexpr):
-    """Add up the pieces of an item in the order of the line, each weighed by its share of the denominator, and write
-    its rows. Only the first piece may not be the first of its CTA (``late``).
+    """Add up the pieces of an item in the order of the line, each by the measure of its sums, and write its rows. Only
+    the first piece may not be the first of its CTA (``late``).
 
     Source: chapter 04.
     """
-    part_ptr, stat_ptr = parts
+    part_ptr, peak_ptr, total_ptr = parts
     WIDE: gl.constexpr = C.wide_v
     A: gl.constexpr = gl.BlockedLayout([PIECES, 1, WIDE // 32], [1, 1, 32], [1, ROWS, 1], [2, 1, 0])
     P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, A))
     R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, A))
     D: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, A))
     OUT: gl.constexpr = gl.SliceLayout(0, A)
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     columns = gl.arange(0, WIDE, D)
     for r in range(0, q_len * C.group, ROWS):
         rows = r + gl.arange(0, ROWS, R)
@@ -216,59 +215,53 @@ def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C:
             slot = 2 * (first_cta + piece) + gl.where(piece == 0, late, 0)
             at = slot[:, None] * C.live + gl.expand_dims(rows, 0)
             there = (piece < pieces)[:, None] & gl.expand_dims(rows < q_len * C.group, 0)
-            lse = gl.load(stat_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
+            peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
+            totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
             place = gl.expand_dims(at.to(gl.int64) * C.dim_v, 2) + gl.expand_dims(gl.expand_dims(columns, 0), 0)
             mask = gl.expand_dims(there, 2) & gl.expand_dims(gl.expand_dims(columns < C.dim_v, 0), 0)
             part = gl.load(part_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
-            new = gl.maximum(peak, gl.max(lse, 0))
+            new = gl.maximum(peak, gl.max(peaks, 0))
             safe = gl.where(new == -INF, 0.0, new)
-            weight = gl.exp2(lse - gl.expand_dims(safe, 0))
+            weight = gl.exp2(peaks - gl.expand_dims(safe, 0))
             shrink = gl.exp2(peak - safe)
-            total = total * shrink + gl.sum(weight, 0)
+            total = total * shrink + gl.sum(weight * totals, 0)
             added = gl.sum(part * gl.expand_dims(weight, 2), 0)
-            acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OUT)), 1) + added
+            acc = acc * gl.expand_dims(gl.convert_layout(shrink, ROW), 1) + added
             peak = new
-        some = total > 0
-        total = gl.where(some, total, 1.0)
-        lse = gl.where(some, peak + gl.log2(total), -INF)
-        ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-        out = acc * gl.expand_dims(gl.convert_layout(1.0 / total, ROW), 1)
-        rows_out = r + gl.arange(0, ROWS, ROW)
-        write_out(out, gl.convert_layout(lse, ROW), rows_out, first, q_len, head, outputs, C, gl.SliceLayout(0, OUT))
+        write_out(acc, gl.convert_layout(total, ROW), gl.convert_layout(peak, ROW), r + gl.arange(0, ROWS, ROW), first,
+                  q_len, head, outputs, C, gl.SliceLayout(0, OUT))  # fmt: skip
 
 
 @gluon.jit
 def finish_item(acc, total, peak, place, share, lengths, outputs, parts, arrived, work, C: gl.constexpr,
                 S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Write an item's rows, or leave this CTA's piece of it, and merge all pieces if this one is the last to come.
+    """Write an item's rows, or leave this CTA's piece of it, and merge all pieces if this one is the last to come. A
+    piece is left as sums and their measure: a log-sum-exp would round by its own size.
 
     Source: chapter 04.
     """
     seq, head, begin, blocks, block = place
     size, share_begin = share
     first, q_len = lengths
-    part_ptr, stat_ptr = parts
+    part_ptr, peak_ptr, total_ptr = parts
     ROW: gl.constexpr = gl.SliceLayout(1, O)
     total = gl.convert_layout(gl.sum(total, 1), ROW)
     peak = gl.convert_layout(peak, ROW)
-    some = total > 0
-    total = gl.where(some, total, 1.0)
-    lse = gl.where(some, peak + gl.log2(total), -INF)
-    out = acc * (1.0 / total)[:, None]
     rows = gl.arange(0, C.M, ROW)
     item = begin - block  # where it begins in the line
     first_cta = item // size
     pieces = (item + blocks - 1) // size - first_cta + 1
     if pieces == 1:
-        write_out(out, lse, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
+        write_out(acc, total, peak, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
     else:
         slot = 2 * gl.program_id(0) + (begin != share_begin).to(gl.int32)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
         live = rows < q_len * C.group
         at = slot * C.live + rows
         mask = live[:, None] & (columns < C.dim_v)[None, :]
-        gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], out, mask=mask)
-        gl.store(stat_ptr + at, lse, mask=live)
+        gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], acc, mask=mask)
+        gl.store(peak_ptr + at, peak, mask=live)
+        gl.store(total_ptr + at, total, mask=live)
         thread_barrier()  # all of this CTA's numbers are written before it counts itself
         counter = arrived + seq * work[3] + head
         if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
@@ -340,8 +333,8 @@ def attend_items(q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, 
 @counted
 @gluon.jit
 def flash_decoding_hopper_kernel(
-    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, cu_q, used, part_ptr, stat_ptr, arrived, table_row,
-    q_token, q_head, out_token, out_head, lse_head, batch, kv_heads, scale, softcap, C: gl.constexpr,
+    q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, cu_q, used, part_ptr, peak_ptr, total_ptr, arrived,
+    table_row, q_token, q_head, out_token, out_head, lse_head, batch, kv_heads, scale, softcap, C: gl.constexpr,
 ):  # fmt: skip
     """Attention of a few rows of each sequence over its pages, its keys dealt out to all CTAs. Source: chapter 04."""
     dtype: gl.constexpr = k_desc.dtype
@@ -361,7 +354,7 @@ def flash_decoding_hopper_kernel(
     share = share_of(work, C)
     q = (q_ptr, q_token, q_head)
     outputs = (out_ptr, lse_ptr, sink_ptr, out_token, out_head, lse_head)
-    parts = (part_ptr, stat_ptr)
+    parts = (part_ptr, peak_ptr, total_ptr)
     table = (table_ptr, table_row)
     gl.warp_specialize([
         (attend_items, (q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, work, scale, softcap, C)),

@@ -87,13 +87,13 @@ def launch(
     most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
     programs = min(multiprocessors(q.device), most)
     slots = 2 * programs * live
-    room, arrived = reserve(q.device, slots * (dim_v + 1), batch * kv_heads)
+    room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads)
     descs = [
         prefill.bounded_descriptor(x, plan.rows, 1, wide) for x, wide in ((k_cache, plan.wide), (v_cache, plan.wide_v))
     ]
     with torch.cuda.device_of(q):
         flash_decoding_hopper_kernel[(programs,)](
-            q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[slots:], room, arrived,
-            block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0), batch,
-            kv_heads, softmax_scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
+            q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[2 * slots :], room, room[slots:],
+            arrived, block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
+            batch, kv_heads, softmax_scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
         )  # fmt: skip
