@@ -828,7 +828,7 @@ def test_a_32_bit_offset_is_caught():
         ("block_table", torch.zeros(1, 2, dtype=torch.int64)), ("cu_seqlens_q", torch.zeros(3, dtype=torch.int32)),
         ("seqused_k", torch.zeros(1)), ("sinks", torch.zeros(3)), ("tree_mask", torch.zeros(2, dtype=torch.int32)),
         ("out", torch.zeros(2, 4, 32)), ("softcap", -1.0), ("window_size", (-2, 0)), ("softmax_scale", float("inf")),
-        ("max_seqlen_q", 1), ("max_seqlen_k", -1), ("impl", "cuda"), ("impl", "hopper"), ("num_splits", -1),
+        ("max_seqlen_q", 1), ("max_seqlen_k", -1), ("impl", "cuda"), ("num_splits", -1),
         ("num_splits", 2.0), ("num_splits", True), ("num_splits", None), ("split_size", 0), ("split_size", -64),
         ("split_size", 64.0), ("split_size", True),
     ],
