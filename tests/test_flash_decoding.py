@@ -11,7 +11,7 @@ import torch
 
 from kvlab import flash_decoding, flash_hopper, paged, reference, runtime, testing, zoo
 from kvlab.flash import _tune
-from kvlab.flash_decoding import _attention, _kernel, _launch, _splits, choose_splits, merge_states
+from kvlab.flash_decoding import _attention, _hopper_launch, _kernel, _launch, _splits, choose_splits, merge_states
 from kvlab.generate import generate
 from kvlab.paged import PagedCache
 from kvlab.sampling import SamplingParams
@@ -1078,3 +1078,32 @@ def test_asking_for_the_hopper_kernel_where_it_cannot_run_is_an_error():
         pytest.skip("it can run here")
     with pytest.raises(RuntimeError, match="cannot run"):
         case_of((1,), (20,)).build().call(attention, impl="hopper")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_splits": 2}, "the splits are given"), ({"split_size": 64}, "the splits are given"),
+        ({"batch": 5000}, "5000 sequences are more than 4096"), ({"heads": 130}, "a group of 65 heads"),
+        ({"block_size": 4}, "pages of 4 tokens"), ({"dtype": torch.float32}, "float32 has no place"),
+        ({"tree_mask": torch.ones(3, dtype=torch.int64)}, "there is a tree mask"),
+        ({"softmax_scale": 0.0}, "not positive"),
+    ],
+)  # fmt: skip
+def test_what_the_hopper_kernel_refuses(change, reason):
+    def refused(heads=4, block_size=16, dtype=torch.bfloat16, **options):
+        q, cache = torch.zeros(3, heads, 64, dtype=dtype), torch.zeros(5, block_size, 2, 64, dtype=dtype)
+        plain = {"batch": 3, "num_splits": 0, "split_size": None, "softmax_scale": None, "window_size": (-1, -1),
+                 "softcap": 0.0, "sinks": None, "tree_mask": None}  # fmt: skip
+        return _hopper_launch.refusal(q, cache, cache, **{**plain, **options})
+
+    assert refused() is None
+    assert reason in refused(**change)
+
+
+def test_the_hopper_kernels_tiles_fit():
+    for dim, keys in itertools.product((16, 40, 64, 96, 128, 200, 256), (1, 10**6)):
+        tile = _hopper_launch.tiling(dim, dim, keys)
+        rows = 64 + tile["stages"] * tile["N"]  # queries and keys; then values
+        assert 2 * (rows * tile["wide"] + tile["stages"] * tile["N"] * tile["wide_v"]) + 2048 <= 227 * 1024
+        assert tile["stages"] <= 6, "a named barrier for each stage of K and of V"
