@@ -218,7 +218,7 @@ def by_shape(bench: str, *axes: str, unit: str = "TFLOP/s", **where: Any) -> dic
     """The best recorded value of each implementation in each shape: {shape: {impl: value}}, in order of shape.
 
     Shapes and units: a shape is the values of ``axes``, entries of a record's shape; the best value is the largest one,
-    of times and sizes (ms, MB) the smallest. What stands in an impl's name after " (" is left out. ``where`` as in
+    of times and sizes (ms, MB) the smallest. What an impl's name has in parentheses is left out. ``where`` as in
     ``records``.
 
     Raises: as ``recorded``.
@@ -227,7 +227,8 @@ def by_shape(bench: str, *axes: str, unit: str = "TFLOP/s", **where: Any) -> dic
     """
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for r in recorded(bench, unit=unit, **where):
-        values, impl = found.setdefault(tuple(r["shape"].get(axis) for axis in axes), {}), r["impl"].split(" (")[0]
+        values = found.setdefault(tuple(r["shape"].get(axis) for axis in axes), {})
+        impl = re.sub(r" \([^)]*\)", "", r["impl"])  # "X (wheel), dense" is "X, dense"
         better = min if unit in ("ms", "MB") else max
         values[impl] = better(r["value"], values.get(impl, r["value"]))
     return dict(sorted(found.items(), key=lambda entry: [(x is None, x) for x in entry[0]]))
@@ -675,7 +676,9 @@ def plot(
         ax.set_xticks([], minor=True)
     if ymin is not None:
         ax.set_ylim(ymin, None)
-    if len(series) > 1:
+    if len(series) > 5:  # beside the lines, which it would cover
+        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    elif len(series) > 1:
         ax.legend()
     if fig is not None:
         show(fig, alt=alt, caption=caption)
