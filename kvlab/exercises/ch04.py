@@ -171,7 +171,7 @@ def deal_fairly(function: Callable[..., Any]) -> None:
         lengths = [rng.randint(0, rng.choice([5, 40, 1000])) for _ in range(rng.randint(1, 12))]
         cases.append((lengths, rng.randint(1, 40), rng.choice([1, 2, 7, 16, 64])))
     for lengths, programs, N in cases:
-        what = f"deal({lengths}, {programs}, {N})"
+        what = f"deal_fairly({lengths}, {programs}, {N})"
         given = function(list(lengths), programs, N)
         if not isinstance(given, list | tuple):
             raise ExerciseError(f"{what} gave a {type(given).__name__}; it must give a list of chunks")
