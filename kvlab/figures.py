@@ -427,8 +427,8 @@ def heatmap(
 ) -> None:
     """Draw a table as coloured cells, each with its number.
 
-    Shapes and units: values [len(row_labels)][len(column_labels)], in one unit, NaN where there is none; ``fmt`` formats
-    a number.
+    Shapes and units: values [len(row_labels)][len(column_labels)], in one unit, NaN where there is none; ``fmt``
+    formats a number.
 
     Raises: ValueError where the shapes disagree.
 
