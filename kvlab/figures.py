@@ -12,6 +12,7 @@ import functools
 import html
 import io
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -265,8 +266,11 @@ def table(
         cells = []
         for impl in columns:
             ratio = f" ({values[impl] / against:.2f})" if impl in values and against else ""
-            cells.append(f"{values[impl]:.3g}{ratio}" if impl in values else "")
-        rows.append(f"| {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+            value = values.get(impl, 0.0)
+            number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+            cells.append(f"{number}{ratio}" if impl in values else "")
+        at = ", ".join("–" if x is None else str(x) for x in shape)
+        rows.append(f"| {at} | {' | '.join(cells)} |")
     markdown("\n".join(rows))
 
 
@@ -424,7 +428,8 @@ def heatmap(
 ) -> None:
     """Draw a table as coloured cells, each with its number.
 
-    Shapes and units: values [len(row_labels)][len(column_labels)], in one unit; ``fmt`` formats a number.
+    Shapes and units: values [len(row_labels)][len(column_labels)], in one unit, NaN where there is none; ``fmt``
+    formats a number.
 
     Raises: ValueError where the shapes disagree.
 
@@ -433,10 +438,13 @@ def heatmap(
     if len(values) != len(row_labels) or any(len(row) != len(column_labels) for row in values):
         raise ValueError(f"values must have {len(row_labels)} rows of {len(column_labels)} numbers")
     numbers = [[float(v) for v in row] for row in values]
-    low, high = min(map(min, numbers)), max(map(max, numbers))
+    there = [value for row in numbers for value in row if not math.isnan(value)]
+    low, high = min(there, default=0.0), max(there, default=1.0)
     ax.imshow(numbers, aspect="auto", cmap="cividis", vmin=low, vmax=high)
     for i, row in enumerate(numbers):
         for j, value in enumerate(row):
+            if math.isnan(value):
+                continue
             dark = value < low + (high - low) * 0.55
             ax.text(j, i, fmt.format(value), ha="center", va="center", fontsize=7.5, color="white" if dark else INK)
     ax.set_xticks(range(len(column_labels)), list(column_labels))

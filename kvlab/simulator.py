@@ -1,4 +1,5 @@
-"""A chip in small: programs that share its units and wait for one another, so that overlap can be seen and counted.
+"""A chip in small: programs that share its units and wait for one another, so that overlap can be seen and counted;
+and a grid of programs that waits for places on it.
 
 A program is a generator of steps::
 
@@ -10,8 +11,9 @@ A program is a generator of steps::
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Span = tuple[float, float, str]
@@ -68,3 +70,27 @@ def simulate(programs: Mapping[str, Iterator[tuple[Any, ...]]]) -> tuple[dict[tu
             if work[0] < 1e-6:
                 spans.setdefault(key, []).append((work[1], now, work[2]))
                 queues[key].pop(0)
+
+
+def queue(work: Iterable[tuple[float, str]], places: int) -> tuple[list[list[Span]], float]:
+    """Work off a grid in its order: a place that is free takes the next program.
+
+    Shapes and units: ``work`` is (time, label) of each program; gives for each place its [(start, end, label)], and the
+    time at which the last program ends, in the same unit.
+
+    Raises: ValueError where there is no place, or a time is negative.
+
+    Source: chapter 04.
+    """
+    if places < 1:
+        raise ValueError(f"places is {places}; it must be 1 or more")
+    lanes: list[list[Span]] = [[] for _ in range(places)]
+    free, last = [(0.0, place) for place in range(places)], 0.0
+    for time, label in work:
+        if not time >= 0:
+            raise ValueError(f"work holds {label!r} of time {time}; it must be 0 or more")
+        start, place = heapq.heappop(free)
+        lanes[place].append((start, start + time, label))
+        heapq.heappush(free, (start + time, place))
+        last = max(last, start + time)
+    return lanes, last

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,8 +22,8 @@ class Traffic(TorchDispatchMode):
     """Adds up, while it is entered, what PyTorch's operators ask of memory.
 
     Shapes and units: ``moved``, the bytes that operators read and write, each tensor as often as it is used (a view
-    moves nothing); ``peak``, the most bytes of their results that were alive at once. Tensors on the "meta" device,
-    which have a shape and no numbers, count as if they had numbers.
+    moves nothing, and one that repeats elements is read once); ``peak``, the most bytes of their results that were
+    alive at once. Tensors on the "meta" device, which have a shape and no numbers, count as if they had numbers.
 
     Source: chapter 03; PyTorch's dispatch modes.
     """
@@ -32,11 +33,11 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and count it. Source: PyTorch's dispatch modes."""
         out = func(*args, **(kwargs or {}))
-        if func.is_view:
+        if func.is_view or func is torch.ops.aten._unsafe_view.default:  # the second is a view by another name
             return out
         given, made = ([x for x in tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), out))
         if "empty" not in func.__name__:  # memory that nobody has written to yet
-            self.moved += sum(x.nbytes for x in given + made)
+            self.moved += sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in given + made)
         there = {x.untyped_storage()._cdata for x in given}
         for memory in (x.untyped_storage() for x in made):
             if memory._cdata not in there:  # not an operator that works in place

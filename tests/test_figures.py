@@ -138,6 +138,14 @@ def test_heatmap_writes_every_number():
         figures.heatmap(ax, [[1.0]], ["row"], ["a", "b"])
 
 
+def test_heatmap_leaves_out_what_is_not_there():
+    _, ax = figures.figure()
+    figures.heatmap(ax, [[float("nan"), 2.0], [4.0, float("nan")]], ["r", "s"], ["a", "b"])
+    assert [t.get_text() for t in ax.texts] == ["2", "4"]
+    assert ax.images[0].get_clim() == (2.0, 4.0)
+    figures.heatmap(ax, [[float("nan")]], ["r"], ["a"])
+
+
 def test_timeline_gives_a_kind_one_colour():
     _, ax = figures.figure()
     figures.timeline(ax, {"gpu": [(0, 1, "prefill"), (1, 3, "decode")], "cpu": [(0, 2, "decode")]})
@@ -299,6 +307,8 @@ def test_a_table_divides_by_the_base_that_is_there(capsys):
     ]  # fmt: skip
     figures.table("t", {}, ["L"], base=())
     assert capsys.readouterr().out == ""
+    figures.table("GB/s", {(1, None): {"a": 4136.4}}, ["B", "x"], base=())
+    assert capsys.readouterr().out.splitlines()[2] == "| 1, – | 4,136 |"
 
 
 def test_bars_show_their_numbers(capsys):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from kvlab.simulator import simulate
+from kvlab.simulator import queue, simulate
 
 
 def test_one_program_does_one_thing_after_another():
@@ -48,3 +49,26 @@ def test_who_waits_for_ever_is_named():
     with pytest.raises(ValueError, match="p yields"):
         simulate({"p": iter([("sleep", "u", 2)])})
     assert simulate({}) == ({}, 0.0)
+
+
+def test_a_free_place_takes_the_next_program():
+    lanes, end = queue([(3, "a"), (1, "b"), (1, "c"), (2, "d")], 2)
+    assert lanes == [[(0, 3, "a")], [(0, 1, "b"), (1, 2, "c"), (2, 4, "d")]]
+    assert end == 4
+    assert queue([], 3) == ([[], [], []], 0.0)
+    rng = random.Random(0)
+    for _ in range(50):
+        work = [(rng.random(), str(i)) for i in range(rng.randint(0, 40))]
+        places = rng.randint(1, 9)
+        lanes, end = queue(work, places)
+        total, longest = sum(t for t, _ in work), max((t for t, _ in work), default=0.0)
+        assert total / places - 1e-9 <= end <= total / places + longest + 1e-9
+        assert sorted(label for lane in lanes for *_, label in lane) == sorted(label for _, label in work)
+        assert all(a[1] <= b[0] for lane in lanes for a, b in itertools.pairwise(lane))
+
+
+def test_a_queue_refuses_what_is_no_grid():
+    with pytest.raises(ValueError, match="places is 0"):
+        queue([(1, "a")], 0)
+    with pytest.raises(ValueError, match=r"work holds 'a' of time -1"):
+        queue([(-1, "a")], 1)

@@ -62,3 +62,11 @@ def test_compiled_kernels_cannot_be_counted(monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRET", False)
     with pytest.raises(RuntimeError, match="interpreted"):
         traffic.kernels(lambda: None)
+
+
+def test_a_view_that_repeats_elements_is_read_once():
+    x = torch.ones(8, 1, 4)
+    repeated = traffic.operators(lambda: x.expand(-1, 5, -1).reshape(40, 4))  # a copy, under a view of another name
+    assert (repeated.moved, repeated.peak) == (6 * x.nbytes, 5 * x.nbytes)
+    product = traffic.operators(lambda: torch.ones(2, 3, 1, 4, device="meta") @ torch.ones(2, 3, 4, 5, device="meta"))
+    assert product.moved == 4 * (24 + 120 + (24 + 120 + 30))
