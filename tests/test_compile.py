@@ -1,54 +1,14 @@
-"""Every kernel compiles for the GPUs it is meant for, without spills and within their shared memory; no GPU is needed.
-
-Triton refuses to compile a kernel that was defined under its interpreter, so this is done in child processes.
-"""
+"""Every kernel compiles for the GPUs it is meant for, without spills and within their shared memory, without a GPU."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import compiling
 import pytest
 
 from kvlab import runtime
 
-ROOT = Path(__file__).resolve().parent.parent
 ROOM = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes of shared memory, by capability
 pytestmark = pytest.mark.skipif(not runtime.HAS_TRITON, reason="triton is not installed")
-
-COMMON = r"""
-import json, re, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-found = []
-
-def inner(kernel):
-    while not isinstance(kernel, triton.runtime.jit.JITFunction):
-        kernel = kernel.fn
-    return kernel
-
-def build(capability, name, kernel, types, values, free=(), **options):
-    "Compile for one GPU, ask ptxas what it takes, and note it. A pointer that is in values, as None, is not there."
-    signature = {arg: "constexpr" if arg in values else types.get(arg, "i32") for arg in kernel.arg_names}
-    hints = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names)
-             if signature[arg].startswith("*") or (signature[arg] == "i32" and arg not in free)}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in values.items()}, hints)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, **options})
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(done.asm["ptx"])
-        file.flush()
-        arch = f"sm_{capability}" + ("a" if capability == 90 else "")
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said)]
-    found.append({"sm": capability, "name": name, "spills": sum(spills), "said": len(spills),
-                  "shared": done.metadata.shared, "wgmma": "wgmma.mma_async" in done.asm["ptx"]})
-"""
 
 PAGED = r"""
 from kvlab import paged
@@ -70,7 +30,6 @@ for capability in (80, 86, 89, 90):
     for d in (64, 128, 256):
         for m in (16, 64):
             build(capability, f"paged_attention bf16 D={d} M={m}", *attention(d, "*bf16", m))
-print(json.dumps(found))
 """
 
 FLASH = r"""
@@ -110,7 +69,6 @@ for d in (64, 128, 256):
     attention(86, d, "dense", dtype="fp32")
 attention(90, 128, "ragged", dtype="fp16")
 attention(90, 128, extra=("sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
-print(json.dumps(found))
 """
 
 DECODING = r"""
@@ -171,31 +129,27 @@ decoding(90, 128, page=64, batch=1)
 decoding(90, 128, rule="count", dtype="fp16", extra=("lse_ptr",))
 decoding(90, 128, rows=20, extra=("lse_ptr", "arrived_ptr", "sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
 decoding(90, 128, batch=4096)
-print(json.dumps(found))
 """
 
 
-def child(source):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMMON + source]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def everything(pytestconfig):
+    return compiling.child(pytestconfig, paged=PAGED, flash=FLASH, decoding=DECODING)
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return child(PAGED)
+def compiled(everything):
+    return everything["paged"]
 
 
 @pytest.fixture(scope="module")
-def compiled_flash():
-    return child(FLASH)
+def compiled_flash(everything):
+    return everything["flash"]
 
 
 @pytest.fixture(scope="module")
-def compiled_decoding():
-    return child(DECODING)
+def compiled_decoding(everything):
+    return everything["decoding"]
 
 
 def test_kernels_compile_without_spills(compiled):

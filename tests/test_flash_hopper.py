@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import compiling
 import pytest
 import torch
 
@@ -137,9 +133,6 @@ def test_short_sequences_can_be_left_out(causal):
 # --- what the compiler makes of it, which needs no GPU ---------------------------------------------------------------
 
 CHILD = r"""
-import json, re, subprocess, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from kvlab import flash_hopper
@@ -173,7 +166,7 @@ def build(form, dim, group, **options):
     signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
     hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = GluonASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, hints)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return compiled(source, 90)
 
 def block_loops(sass):
     lines = [line for line in sass.splitlines() if re.search(r"^\s*/\*[0-9a-f]{4,5}\*/|^\.L_", line)]
@@ -185,37 +178,28 @@ def block_loops(sass):
             if any("HGMMA" in x for x in body) and not any("STG" in x for x in body):
                 yield sum(bool(re.search(r"\b(LDL|STL)\b", x)) for x in body)
 
-found = []
 for form, dim, group, options in [
     ("paged", 128, 4, dict(causal=True, block_size=16)), ("dense", 256, 1, dict(causal=True)),
     ("ragged", 64, 2, dict(left=100, right=3, softcap=True, sinks=True)),
     ("dense", 128, 4, dict(causal=True, left=100, softcap=True, sinks=True)),
 ]:
-    done = build(form, dim, group, **options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        ptx.write(done.asm["ptx"])
-        ptx.flush()
-        ptxas = triton.knobs.nvidia.ptxas.path
-        said = subprocess.run([ptxas, "-v", "--gpu-name=sm_90a", ptx.name, "-o", cubin.name], capture_output=True,
-                              text=True, check=True).stderr
-        sass = subprocess.run([ptxas.replace("ptxas", "nvdisasm"), cubin.name], capture_output=True, text=True,
-                              check=True).stdout
+    done, said = build(form, dim, group, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(done.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found.append({"name": f"{form} {dim}", "said": said, "shared": done.metadata.shared,
                   "loops": list(block_loops(sass)),
                   "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
                   **{word: word in sass for word in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")}})
-print(json.dumps(found))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not runtime.HAS_TRITON, reason="triton is not installed")
-def test_it_compiles_to_asynchronous_products_and_copies_and_keeps_its_loop_in_registers():
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_it_compiles_to_asynchronous_products_and_copies_and_keeps_its_loop_in_registers(pytestconfig):
+    found = compiling.child(pytestconfig, hopper=CHILD)["hopper"]
     assert len(found) == 4
     for kernel in found:
         assert kernel["HGMMA"], kernel

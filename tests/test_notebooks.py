@@ -12,7 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
+import torch
 
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install nbformat nbclient jupytext")
 pytest.importorskip("nbclient", reason="needs Jupyter: pip install nbclient jupytext")
@@ -76,10 +78,24 @@ def test_every_figure_has_alt_text(md):
     bookmaker.prepare(nbformat.read(md.with_suffix(".ipynb"), as_version=4), md.name)
 
 
+@pytest.fixture(scope="module")
+def bare():
+    """Children as on a machine that has neither Jupyter nor Triton; with a GPU, Triton is there."""
+    triton = "" if torch.cuda.is_available() else "sys.modules['triton'] = None\n"
+    with forks.Server(
+        f"import sys\n{triton}import torch, matplotlib.backends.backend_agg, matplotlib.figure"
+    ) as server:
+        yield server
+
+
 @each_chapter
-def test_chapter_runs_as_a_plain_script(md, tmp_path):
-    done = run_as_script(md, tmp_path)
+def test_chapter_runs_as_a_plain_script_and_without_triton(md, bare, tmp_path):
+    """The notebooks themselves, which nbval runs, are where kernels are launched."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = f"from kvlab import run_chapter, runtime; run_chapter.main([{str(md)!r}]); print(runtime.HAS_TRITON)"
+    done = bare.run(code, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith(f"{torch.cuda.is_available()}\n")
 
 
 def test_committed_ledger_is_the_one_the_notebooks_make(tmp_path):
@@ -265,11 +281,30 @@ assert "return 2 * x" in inspect.getsource(double), "function"
 """
 
 
+KERNEL = """import torch
+
+from kvlab import runtime, show
+from kvlab.runtime import tl, triton
+
+@triton.jit
+def twice(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, 2 * tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+x = torch.ones(5, device=runtime.device())
+if runtime.can_launch():
+    twice[(1,)](x, 5, BLOCK=8)
+    assert x.tolist() == [2] * 5
+show(twice)
+"""
+
+
 def test_source_is_found_in_a_notebook_and_in_a_script(small_book):
-    md = small_book("09_source.md", cell(SOURCE_OF), cell("display(double(21))\ndouble(4)"))
+    md = small_book("09_source.md", cell(SOURCE_OF), cell(KERNEL), cell("display(double(21))\ndouble(4)"))
     bookmaker.execute(bookmaker.read_source(md), md.name, md.parent)
     done = run_as_script(md, md.parent)
     assert done.returncode == 0, done.stderr
+    assert "tl.store(x_ptr + i, 2 * tl.load" in done.stdout
     assert done.stdout.split()[-2:] == ["42", "8"]
 
 

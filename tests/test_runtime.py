@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -20,21 +19,34 @@ ROOT = Path(__file__).parents[1]
 launchable = pytest.mark.skipif(not runtime.can_launch(), reason="no kernel can be launched on this machine")
 
 
-def python(code: str, **environment: str | None) -> str:
-    """Run code in a fresh Python that sees no GPU and no TRITON_INTERPRET but what is asked for; gives its output."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KVLAB_CHECK")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env |= {k: v for k, v in environment.items() if v is not None}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+PLAIN = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KVLAB_CHECK")}
+PLAIN |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+TORCH = "import sys, torch\nassert not {'triton', 'kvlab'} & sys.modules.keys()"
 
 
-def script(tmp_path, code: str, **environment: str | None) -> str:
+@pytest.fixture(scope="module")
+def python():
+    """Run code in a Python that has torch, and sees no GPU and no TRITON_INTERPRET but what is asked for."""
+    with forks.Server(TORCH, PLAIN) as server:
+
+        def run(code: str, **environment: str) -> str:
+            done = server.run(textwrap.dedent(code), env=PLAIN | environment)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        yield run
+
+
+@pytest.fixture
+def script(python, tmp_path):
     """The same from a file: a kernel's source must be readable."""
-    file = tmp_path / "child.py"
-    file.write_text(textwrap.dedent(code))
-    return python(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')", **environment)
+
+    def run(code: str, **environment: str) -> str:
+        file = tmp_path / "child.py"
+        file.write_text(textwrap.dedent(code))
+        return python(f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')", **environment)
+
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -151,28 +163,28 @@ needs_triton = pytest.mark.skipif(not runtime.HAS_TRITON, reason="triton is not 
 
 
 @needs_triton
-def test_kvlab_first_gives_the_interpreter(tmp_path):
-    assert script(tmp_path, f"    from kvlab import runtime{KERNEL}") == "True\nTrue True {'add_sum': 1}\n"
+def test_kvlab_first_gives_the_interpreter(script):
+    assert script(f"    from kvlab import runtime{KERNEL}") == "True\nTrue True {'add_sum': 1}\n"
 
 
 @needs_triton
-def test_triton_first_is_too_late(tmp_path):
-    said = script(tmp_path, f"    import triton\n    from kvlab import runtime{KERNEL}")
+def test_triton_first_is_too_late(script):
+    said = script(f"    import triton\n    from kvlab import runtime{KERNEL}")
     assert "add_sum cannot be launched: triton was imported before kvlab" in said
     assert "False False {}" in said
 
 
 @needs_triton
-def test_variable_set_after_triton_is_too_late(tmp_path):
+def test_variable_set_after_triton_is_too_late(script):
     late = "    import os, triton\n    os.environ['TRITON_INTERPRET'] = '1'\n    from kvlab import runtime"
-    said = script(tmp_path, late + KERNEL)
+    said = script(late + KERNEL)
     assert "add_sum cannot be launched: TRITON_INTERPRET became 1 after triton was imported" in said
     assert "False False {}" in said
 
 
 @needs_triton
-def test_variable_that_forbids_the_interpreter_is_respected(tmp_path):
-    said = script(tmp_path, f"    from kvlab import runtime{KERNEL}", TRITON_INTERPRET="0")
+def test_variable_that_forbids_the_interpreter_is_respected(script):
+    said = script(f"    from kvlab import runtime{KERNEL}", TRITON_INTERPRET="0")
     assert "TRITON_INTERPRET=0 and there is no GPU" in said
     assert "False False {}" in said
 
@@ -185,7 +197,7 @@ def test_fallback_is_said_once():
     assert len(caught) == (0 if runtime.can_launch() else 1)
 
 
-def test_fallback_names_what_is_missing():
+def test_fallback_names_what_is_missing(python):
     said = python(
         """
         import warnings
@@ -217,7 +229,7 @@ importlib.machinery.PathFinder.find_spec = hidden
 """
 
 
-def test_without_triton(tmp_path):
+def test_without_triton(script):
     code = HIDE_TRITON + textwrap.dedent("""
         import sys, torch
         import kvlab
@@ -255,7 +267,7 @@ def test_without_triton(tmp_path):
         small = ModelConfig("small", 1, 16, 2, 1, 8, 16, 32, 16)
         print(model.Decoder(small)(Batch.build([0], [[1, 2]], [0]), cache.NoCache(small)).shape)
     """)
-    lines = script(tmp_path, code).splitlines()
+    lines = script(code).splitlines()
     assert lines[0] == "tuned cannot be launched: triton is not installed; use impl='torch'"
     assert lines[1] == "plain cannot be launched: triton is not installed on this machine"
     assert lines[2] == "a kernel cannot be launched: triton is not installed on this machine"
@@ -265,7 +277,7 @@ def test_without_triton(tmp_path):
 # ------------------------------------------------------------------------------------------------------- import
 
 
-def test_import_is_light():
+def test_import_is_light(python):
     """What takes long to import comes when it is used, not before."""
     said = python(
         """
