@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 
+import compiling
 import pytest
 import torch
 
@@ -1107,3 +1108,52 @@ def test_the_hopper_kernels_tiles_fit():
         rows = 64 + tile["stages"] * tile["N"]  # queries and keys; then values
         assert 2 * (rows * tile["wide"] + tile["stages"] * tile["N"] * tile["wide_v"]) + 2048 <= 227 * 1024
         assert tile["stages"] <= 6, "a named barrier for each stage of K and of V"
+
+
+CHILD = r"""
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+from kvlab.flash_decoding import _hopper_launch
+from kvlab.flash_decoding._hopper import DecodePlan, flash_decoding_hopper_kernel
+
+kernel = flash_decoding_hopper_kernel.fn
+
+def descriptor(block):
+    layout = NVMMASharedLayout.get_default_for(block, bfloat16)
+    return f"tensordesc<bf16{block},{layout!r}>"
+
+for dim, page, keys, options in [
+    (128, 16, 10**6, {}), (128, 64, 1, dict(sinks=True, live=64, batch=4096)),
+    (256, 256, 10**6, dict(left=300)), (64, 8, 10**6, dict(softcap=True, right=0, live=16)),
+]:
+    plan = DecodePlan(form="paged", group=5, share=1, dim=dim, dim_v=dim, causal=True, lse=True, block_size=page,
+                      **options, **_hopper_launch.tiling(dim, dim, keys))
+    types = {"k_desc": descriptor([1, 1, plan.rows, 1, plan.wide]), "scale": "fp32", "softcap": "fp32",
+             "v_desc": descriptor([1, 1, plan.rows, 1, plan.wide_v]), "q_ptr": "*bf16", "out_ptr": "*bf16"}
+    types |= {name: "*fp32" for name in ("lse_ptr", "part_ptr", "peak_ptr", "total_ptr")}
+    types |= {name: "*i32" for name in ("table_ptr", "cu_q", "used", "arrived")}
+    types |= {"sink_ptr": "*fp32"} if plan.sinks else {}
+    values = {"C": plan, **({} if plan.sinks else {"sink_ptr": None})}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = GluonASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, hints)
+    done, said = compiled(source, 90)
+    found.append({"name": f"D {dim} pages of {page}", "said": said, "shared": done.metadata.shared,
+                  "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+                  **{word: word in done.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "acq_rel")}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not runtime.HAS_TRITON, reason="triton is not installed")
+def test_the_hopper_kernel_compiles_to_asynchronous_products_and_copies_without_spills(pytestconfig):
+    found = compiling.child(pytestconfig, hopper_decoding=CHILD)["hopper_decoding"]
+    assert len(found) == 4
+    for kernel in found:
+        assert kernel["wgmma.mma_async"], kernel
+        assert kernel["cp.async.bulk.tensor"], kernel
+        assert kernel["acq_rel"], kernel
+        assert "serialized" not in kernel["said"], kernel
+        assert kernel["shared"] <= 227 * 1024, kernel
+        assert kernel["spills"] == 0, kernel
