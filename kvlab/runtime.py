@@ -411,6 +411,7 @@ def check_attention(
     need(k_cache.shape[1] > 0, "block_size", k_cache.shape[1], "1 or more")
     batch = seqused_k.shape[0] if seqused_k.ndim == 1 else -1
     need(batch >= 0, "seqused_k", f"of shape {list(seqused_k.shape)}", "[B]")
+    need(batch > 0 or q.shape[0] == 0, "q", f"of {q.shape[0]} tokens and no sequence", "empty, where there is none")
     need(
         block_table.ndim == 2 and block_table.shape[0] == batch,
         "block_table",
@@ -446,6 +447,8 @@ def check_attention(
             f"{q.dtype} {list(want)}",
         )
         need(out.stride(2) == 1 or want[2] < 2, "out", f"strided by {out.stride(2)} within a head", "contiguous there")
+        over = [n for n, stride in zip(out.shape, out.stride(), strict=True) if n > 1 and stride == 0]
+        need(not over, "out", f"expanded, strides {list(out.stride())}", "memory of its own for each row")
     others = {
         "k_cache": k_cache,
         "v_cache": v_cache,

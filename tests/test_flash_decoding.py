@@ -985,6 +985,86 @@ def test_the_parts_of_a_split_by_hand():
     assert _attention._cuts(0, 0, 4) == [(0, 0)]
 
 
+# --- what was once wrong ----------------------------------------------------------------------------------------------
+
+
+@triton_and_torch
+def test_tokens_without_a_sequence_are_refused(impl):
+    empty = torch.zeros(0, **I32)
+    q, cache = torch.ones(4, 4, 16, device=ON), torch.ones(3, 16, 2, 16, device=ON)
+    out = torch.full_like(q, 7.0)
+    with pytest.raises(ValueError, match="q is of 4 tokens and no sequence"):
+        attention(q, cache, cache, block_table=empty.view(0, 1), cu_seqlens_q=torch.zeros(1, **I32), seqused_k=empty,
+                  impl=impl, out=out)  # fmt: skip
+    assert (out == 7.0).all()
+
+
+@triton_and_torch
+def test_an_output_whose_rows_are_one_is_refused(impl):
+    inputs = case_of((1, 1), (5, 7)).build(device=ON)
+    with pytest.raises(ValueError, match="out is expanded"):
+        inputs.call(attention, impl=impl, out=torch.zeros_like(inputs.q[:1]).expand_as(inputs.q))
+
+
+@triton_and_torch
+def test_merging_rows_without_numbers(impl):
+    out, lse = merge_states(torch.zeros(2, 3, 0, device=ON), torch.ones(2, 3, device=ON), impl=impl)
+    assert out.shape == (3, 0)
+    torch.testing.assert_close(lse, torch.full((3,), 1.6931471805599453, device=ON))
+
+
+@triton_and_torch
+def test_merging_numbers_without_rows_is_refused(impl):
+    with pytest.raises(ValueError, match="outs and lses have shapes"):
+        merge_states(torch.ones(3, device=ON), torch.tensor(0.0, device=ON), impl=impl)
+
+
+def test_more_splits_than_tiles_cost_nothing():
+    sizes = {"batch": 1, "kv_heads": 2, "rows": 2, "multiprocessors": 4, "tile": 64}
+    assert _splits.plan(10**6, None, max_seqlen_k=300, **sizes).programs == 5
+    assert _splits.plan(0, 64 * 10**30, max_seqlen_k=300, **sizes).chunk < 2**31
+    assert len(_attention._cuts(5, 10**6, None)) == 5
+    inputs = case_of((1,), (40,)).build(device=ON)
+    table = inputs.block_table
+    assert _attention._bounds(inputs.q, inputs.k_cache, table, 1, 2**62) == (1, 16 * table.shape[1])
+
+
+@needs_triton
+def test_an_interrupted_launch_leaves_no_counters_behind(monkeypatch):
+    inputs = case_of((1,), (40,)).build(device=ON)
+    inputs.call(attention, impl="triton")
+    key = _launch._stream(inputs.q.device)
+    assert key in _launch._buffers
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_launch, "configuration", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inputs.call(attention, impl="triton")
+    assert key not in _launch._buffers
+
+
+@needs_triton
+def test_a_sequence_longer_than_its_bound_writes_nothing_outside(small_tiles, monkeypatch):
+    inputs = case_of((4, 16), (60, 300), num_heads=1, num_kv_heads=1).build(device=ON)
+    guards = []
+
+    def guarded(*args):
+        found = []
+        for x in workspace(*args):
+            wider = torch.full((x.numel() + 4096,), 7.0 if x.is_floating_point() else 0, dtype=x.dtype, device=ON)
+            guards.append(wider[x.numel() :])
+            found.append(wider[: x.numel()])
+        return tuple(found)
+
+    workspace = _launch.workspace
+    monkeypatch.setattr(_launch, "workspace", guarded)
+    inputs.call(attention, impl="triton", max_seqlen_q=10, num_splits=4)
+    assert guards
+    assert all((guard == guard[0]).all() for guard in guards)
+
+
 # --- the Hopper kernel -----------------------------------------------------------------------------------------------
 
 WHY_NOT = flash_hopper.unavailable(ON)

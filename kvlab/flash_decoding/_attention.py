@@ -37,8 +37,8 @@ def attention(
     [H] float32; tree_mask [total_q] int64; lse [H, total_q] float32, natural log. ``impl`` is "torch", "triton",
     "hopper" (new, and run only where asked for) or None (by device). ``num_splits`` 0 deals the keys of all sequences
     into chunks of one size (``choose_splits``), n cuts each sequence in n. ``split_size`` cuts at multiples of so many
-    keys, with a tile that nothing but the head sizes, types and page size decide: then a sequence's result is the same,
-    bit for bit, alone and in any company. "hopper" deals the keys itself, and takes neither.
+    keys, with a tile that nothing but the head sizes, types and page size decide: then a sequence of up to 64 rows gets
+    the same result, bit for bit, alone and in any company. "hopper" deals the keys itself, and takes neither.
 
     Raises: ValueError as ``runtime.check_attention``, for splits that are none, and where a kernel cannot take these
     arguments; RuntimeError where "triton" cannot be launched.
@@ -138,7 +138,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str | None = None) -> tupl
 
     Source: chapter 04; Dao et al. 2023, and FlashInfer's ``merge_states``.
     """
-    if outs.ndim < 1 or outs.shape[0] < 1 or lses.shape != outs.shape[:-1]:
+    if outs.ndim < 2 or outs.shape[0] < 1 or lses.shape != outs.shape[:-1]:
         raise ValueError(
             f"outs and lses have shapes {list(outs.shape)} and {list(lses.shape)}; they must be [S, ..., D] and "
             "[S, ...], with one part or more"
@@ -152,7 +152,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, impl: str | None = None) -> tupl
     name = runtime.choose("torch" if wide and impl is None else impl, outs.device, "merge_states")
     if name == "triton":
         if wide:
-            raise ValueError(f"outs are {outs.dtype} and lses {lses.dtype}; for a kernel lses must be float32")
+            raise ValueError(f"outs are {outs.dtype} and lses {lses.dtype}; for a kernel neither may be float64")
         return _launch.merge(outs, lses)
     empty = lses == float("-inf")
     peak = lses.amax(0)
@@ -208,6 +208,7 @@ def _cuts(length: int, num_splits: int, split_size: int | None) -> list[tuple[in
     if split_size is not None:
         bounds = [*range(0, length, split_size), length]
     else:
+        num_splits = min(num_splits, max(length, 1))
         bounds = [length * i // num_splits for i in range(num_splits + 1)]
     return list(itertools.pairwise(bounds)) or [(0, 0)]
 
@@ -248,6 +249,8 @@ def _choose(
         raise ValueError(f"split_size is {split_size!r}; it must be an integer, 1 or more, or None")
     if split_size is not None and num_splits:
         raise ValueError(f"num_splits is {num_splits}; with a split_size it must be 0")
+    if impl not in (None, "torch", "triton", "hopper"):
+        raise ValueError(f'impl is {impl!r}; it must be "torch", "triton", "hopper" or None')
     if impl == "hopper":
         _require_hopper(q, k_cache, v_cache, num_splits, split_size, **options)
         return impl, f"asked for; {str(q.dtype).removeprefix('torch.')}, pages of {k_cache.shape[1]} by TMA"
@@ -300,4 +303,6 @@ def _bounds(
     q: Tensor, k_cache: Tensor, block_table: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[int, int]:
     room = block_table.shape[1] * k_cache.shape[1]
-    return q.shape[0] if max_seqlen_q is None else max_seqlen_q, room if max_seqlen_k is None else max_seqlen_k
+    return q.shape[0] if max_seqlen_q is None else max_seqlen_q, room if max_seqlen_k is None else min(
+        max_seqlen_k, room
+    )

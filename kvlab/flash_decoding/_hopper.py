@@ -214,7 +214,7 @@ def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C:
             piece = s + gl.arange(0, PIECES, P)
             slot = 2 * (first_cta + piece) + gl.where(piece == 0, late, 0)
             at = slot[:, None] * C.live + gl.expand_dims(rows, 0)
-            there = (piece < pieces)[:, None] & gl.expand_dims(rows < q_len * C.group, 0)
+            there = (piece < pieces)[:, None] & gl.expand_dims(rows < gl.minimum(q_len * C.group, C.live), 0)
             peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
             totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
             place = gl.expand_dims(at.to(gl.int64) * C.dim_v, 2) + gl.expand_dims(gl.expand_dims(columns, 0), 0)
@@ -256,7 +256,7 @@ def finish_item(acc, total, peak, place, share, lengths, outputs, parts, arrived
     else:
         slot = 2 * gl.program_id(0) + (begin != share_begin).to(gl.int32)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
-        live = rows < q_len * C.group
+        live = rows < gl.minimum(q_len * C.group, C.live)  # a bound that was too small does not write outside
         at = slot * C.live + rows
         mask = live[:, None] & (columns < C.dim_v)[None, :]
         gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], acc, mask=mask)

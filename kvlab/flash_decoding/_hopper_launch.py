@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlab import flash_hopper
-from kvlab.flash_decoding._launch import multiprocessors, reserve
+from kvlab.flash_decoding._launch import forgotten_if_it_fails, multiprocessors, reserve
 from kvlab.flash_decoding._splits import MAX_BATCH, MAX_ROWS
 from kvlab.flash_hopper import _launch as prefill
 from kvlab.runtime import triton
@@ -91,7 +91,7 @@ def launch(
     descs = [
         prefill.bounded_descriptor(x, plan.rows, 1, wide) for x, wide in ((k_cache, plan.wide), (v_cache, plan.wide_v))
     ]
-    with torch.cuda.device_of(q):
+    with forgotten_if_it_fails(q.device), torch.cuda.device_of(q):
         flash_decoding_hopper_kernel[(programs,)](
             q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[2 * slots :], room, room[slots:],
             arrived, block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,8 +50,9 @@ def launch(
     def run(config: _tune.Config, first: Any = flash_decoding_kernel, second: Any = merge_kernel) -> None:
         splits = plan(num_splits, split_size, batch=batch, kv_heads=kv_heads, rows=rows, max_seqlen_k=max_seqlen_k,
                       multiprocessors=multiprocessors(q.device), tile=config.N)  # fmt: skip
-        part, stat, arrived = workspace(q.device, splits, batch, kv_heads, rows, v_dim)
-        numbers = (batch, splits.wave, splits.limit, splits.chunk, kv_heads, rows)
+        # As many rows as a tile has: a sequence longer than its bound writes nothing outside.
+        part, stat, arrived = workspace(q.device, splits, batch, kv_heads, config.M, v_dim)
+        numbers = (batch, splits.wave, splits.limit, splits.chunk, kv_heads, config.M)
         looked_at = triton.next_power_of_2(batch) if splits.rule == "balanced" else 1
         rule = {"N": config.N, "RULE": splits.rule, "BATCH": looked_at, "LONGEST": splits.longest}
         with torch.cuda.device_of(q):
@@ -70,11 +73,12 @@ def launch(
     def measure(config: _tune.Config) -> float | None:  # a trial does not count as a launch
         return _tune.time_launch(lambda: run(config, flash_decoding_kernel.fn, merge_kernel.fn))
 
-    run(configuration(
-        q, k_cache, v_cache, batch=batch, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
-        window_size=window_size, softcap=softcap, tree=tree_mask is not None, fixed=split_size is not None,
-        measure=measure if _tune.may_tune(q.device) else None,
-    ))  # fmt: skip
+    with forgotten_if_it_fails(q.device):
+        run(configuration(
+            q, k_cache, v_cache, batch=batch, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal,
+            window_size=window_size, softcap=softcap, tree=tree_mask is not None, fixed=split_size is not None,
+            measure=measure if _tune.may_tune(q.device) else None,
+        ))  # fmt: skip
 
 
 def configuration(
@@ -148,7 +152,7 @@ def reserve(on: torch.device, need: int, counters: int) -> tuple[Tensor, Tensor]
     if on.type == "cuda" and torch.cuda.is_current_stream_capturing():
         room, arrived = torch.empty(need, dtype=torch.float32, device=on), _captured_counters(on, counters)
     else:
-        key = (on, torch.cuda.current_stream(on).cuda_stream if on.type == "cuda" else 0)
+        key = _stream(on)
         room, arrived = _buffers.get(key) or (torch.empty(0, device=on), torch.empty(0, device=on))
         if room.numel() < need:
             room = torch.empty(need, dtype=torch.float32, device=on)
@@ -158,6 +162,23 @@ def reserve(on: torch.device, need: int, counters: int) -> tuple[Tensor, Tensor]
         if on.type == "cuda" and on not in _slabs:
             _slabs[on] = (torch.zeros(_SLAB, dtype=torch.int32, device=on), 0)
     return room, arrived
+
+
+@contextlib.contextmanager
+def forgotten_if_it_fails(on: torch.device) -> Iterator[None]:
+    """Forget a stream's memory where what runs in it is interrupted: its counters may not be 0 any more.
+
+    Source: chapter 04.
+    """
+    try:
+        yield
+    except BaseException:
+        _buffers.pop(_stream(on), None)
+        raise
+
+
+def _stream(on: torch.device) -> tuple[torch.device, int]:
+    return on, torch.cuda.current_stream(on).cuda_stream if on.type == "cuda" else 0
 
 
 def _rounded(count: int) -> int:
@@ -187,7 +208,7 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     outs, lses = outs.contiguous(), lses.contiguous()
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     s, r = merge_tile(_tune.padded(size))
-    if lse.numel() and size:
+    if lse.numel():
         with torch.cuda.device_of(outs):
             merge_states_kernel[(triton.cdiv(lse.numel(), r),)](
                 outs, lses, out, lse, splits, lse.numel(), DV=size, WIDE_DV=_tune.padded(size), S=s, R=r, num_warps=4

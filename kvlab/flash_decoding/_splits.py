@@ -69,7 +69,8 @@ def choose_splits(
     given = {"batch": batch, "kv_heads": kv_heads, "rows": rows, "multiprocessors": multiprocessors, "tile": tile}
     for name, value in (*given.items(), ("max_seqlen_k", max_seqlen_k + 1)):
         if value < 1:
-            raise ValueError(f"{name} is {value - (name == 'max_seqlen_k')}; it must be 1 or more")
+            least = int(name != "max_seqlen_k")
+            raise ValueError(f"{name} is {value - 1 + least}; it must be {least} or more")
     shortest = max(tile, 8 * rows)
     full = -(-PER_MULTIPROCESSOR * multiprocessors // kv_heads)
     wave = max(1, min(full, batch * -(-max_seqlen_k // shortest)))
@@ -87,9 +88,9 @@ def plan(
     """
     if split_size is not None:
         limit = max(1, -(-max_seqlen_k // split_size))
-        return Splits("size", limit, 1, 1, split_size, batch * limit)
+        return Splits("size", limit, 1, 1, min(split_size, 2**30), batch * limit)
     if num_splits > 0 or batch > MAX_BATCH:
-        limit = max(1, num_splits)
+        limit = max(1, min(num_splits, -(-max_seqlen_k // tile)))  # more splits than tiles would have no work
         return Splits("count", limit, 1, 1, 1, batch * limit)
     wave, limit = choose_splits(batch, kv_heads, rows, max_seqlen_k, multiprocessors, tile)
     return Splits("balanced", limit, wave, max(1, LONGEST_CHUNK // tile), 1, limit + batch)
