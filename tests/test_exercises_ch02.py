@@ -6,6 +6,7 @@ import functools
 import random
 from array import array
 
+import exercising
 import numpy as np
 import pytest
 import torch
@@ -364,7 +365,6 @@ def truncate_takes_any_length(table, length, new_length, block_size, pool):
         pool.free([table.pop()])
 
 
-NOT_ANSWERS = [None, 3, "text", [1, 2], {"a": 1}, list, float("nan"), torch.zeros(2), lambda: None]
 RIGHT = {
     "02.1": [(10, 16), [10, 16], (np.int64(10), torch.tensor(16))],
     "02.2": [slot_mapping, slots_by_numpy],
@@ -396,41 +396,14 @@ WRONG = {
 }  # fmt: skip
 
 
-def needs(name: str) -> None:
-    if name == "02.4" and not runtime.can_launch():
-        pytest.skip("no kernel can be launched here")
+class TestAnswers(exercising.Answers):
+    RIGHT, WRONG = RIGHT, WRONG
+    KERNEL, UNTRACED = "02.4", 3
 
 
-@pytest.mark.parametrize("name", IDS)
-def test_right_answers_pass(name: str) -> None:
-    needs(name)
-    assert len(RIGHT[name]) >= 2
-    for answer in RIGHT[name]:
-        for _ in range(3):  # the checks draw anew each time
-            assert exercises.outcome(name, answer) == "right"
-
-
-@pytest.mark.parametrize(("name", "number"), [(name, i) for name in IDS for i in range(len(WRONG[name]))])
-def test_wrong_answers_are_refused(name: str, number: int) -> None:
-    needs(name)
-    if (name, number) == ("02.4", 3) and runtime.HAS_GPU:
-        pytest.skip("a stray read whose value is not used leaves no trace on a GPU")
-    for _ in range(3):
-        with pytest.raises(ExerciseError):
-            exercises.check(name, WRONG[name][number])
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_what_is_no_answer_at_all_is_refused(name: str) -> None:
-    needs(name)
-    exercises.assert_refuses(name, NOT_ANSWERS)
-
-
-@pytest.mark.parametrize("name", IDS)
-def test_a_stub_is_no_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exercises.outcome(name, ...) == "not yet"
-    if name in ("02.2", "02.3", "02.5"):
-        assert exercises.outcome(name, lambda *_: ...) == "not yet"
+@pytest.mark.parametrize("name", ("02.2", "02.3", "02.5"))
+def test_a_function_that_is_a_stub_is_no_error(name: str) -> None:
+    assert exercises.outcome(name, lambda *_: ...) == "not yet"
 
 
 def test_where_nothing_can_be_launched_no_kernel_is_right(

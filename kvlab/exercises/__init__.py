@@ -13,13 +13,14 @@ It tests properties on inputs drawn anew, never stored outputs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -245,6 +246,87 @@ def close(value: Any, expected: Tensor, *, rel: float = 1e-4, what: str = "the a
     if worst > rel * max(scale, 1e-12):
         at = _place(error == worst)
         raise ExerciseError(f"{what} is off by {worst:.3g} at {at} (the largest element is {scale:.3g})")
+
+
+def parts_of(value: Any, names: str, what: str) -> list[Any]:
+    """The parts of a tuple or list that must hold what ``names`` lists, such as "q, k, v".
+
+    Raises: ExerciseError where it is none, or holds more or fewer.
+
+    Source: CONTRIBUTING.md.
+    """
+    wanted = names.split(", ")
+    if not isinstance(value, tuple | list) or len(value) != len(wanted):
+        shown = f"{len(value)} things" if isinstance(value, tuple | list) else type(value).__name__
+        raise ExerciseError(f"{what} gave {shown}; it must give ({names})")
+    return list(value)
+
+
+@contextlib.contextmanager
+def launching(what: str) -> Iterator[None]:
+    """Run a kernel that is an answer: whatever it raises is its own fault, said in one line.
+
+    Raises: ExerciseError, from inside the kernel or made of what it raised.
+
+    Source: CONTRIBUTING.md.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ExerciseError):
+            cause = cause.__cause__
+        if isinstance(cause, ExerciseError):
+            raise ExerciseError(f"{what}: {cause}") from None
+        text = (str(cause).strip() or "no message").splitlines()[-1]
+        raise ExerciseError(f"{what}: the kernel could not be run: {type(cause).__name__}: {text}") from error
+
+
+class Tried(NamedTuple):
+    """What versions of a function did on an input: how it is called, how far each was off, what rounding may do, and
+    the largest score. Source: CONTRIBUTING.md."""
+
+    sizes: str
+    off: Mapping[str, float]
+    limit: float
+    largest: float
+
+
+def faults_found(
+    answer: Any, versions: Iterable[str], faults: Mapping[str, str], words: Sequence[str],
+    run: Callable[[Any, str], Tried],
+) -> None:  # fmt: skip
+    """Accept {version: (fault, input)}: for each faulty version its fault, and an input that it alone fails on.
+
+    Shapes and units: ``faults`` {version: fault} of the versions that are wrong; ``words`` the faults there might be;
+    ``run(input, what)`` tries every version on an input.
+
+    Raises: ExerciseError that says which entry is wrong, and how; as ``run``.
+
+    Source: CONTRIBUTING.md.
+    """
+    if not isinstance(answer, dict):
+        raise ExerciseError(f"the answer is a {type(answer).__name__}; it must be {{version: (fault, input)}}")
+    known = list(versions)
+    for version, found in answer.items():
+        if version not in known:
+            raise ExerciseError(f"there is no version {version!r}; there are {', '.join(map(repr, known))}")
+        what = f"version {version!r}"
+        fault, given = parts_of(found, "fault, input", f"{what}: the entry")
+        if fault not in words:
+            raise ExerciseError(f"{what}: the fault is {fault!r}; it must be one of {', '.join(words)}")
+        sizes, off, limit, largest = run(given, what)
+        if off[version] <= limit:
+            if largest > 1e6:
+                raise ExerciseError(f"on {sizes} scores of {largest:.1g} are rounded too coarsely to tell; take less")
+            raise ExerciseError(f"on {sizes} {what} is right: it is off by {off[version]:.2g}")
+        others = [name for name in off if name != version and off[name] > limit]
+        if others:
+            raise ExerciseError(f"on {sizes} version {others[0]!r} is wrong too; find one that {version!r} alone fails")
+        if fault != faults.get(version):
+            raise ExerciseError(f"{sizes} shows that it is wrong, but its fault is not {fault!r}")
+    if len(answer) < len(faults):
+        raise ExerciseError(f"{len(answer)} of the {len(known)} versions are named; {len(faults)} are wrong")
 
 
 def same_function(

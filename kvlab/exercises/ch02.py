@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlab import runtime
-from kvlab.exercises import ExerciseError, _NotYet, checker, integer
+from kvlab.exercises import ExerciseError, _NotYet, checker, integer, launching
 from kvlab.paged import BlockManager, BlockPool, OutOfBlocks
 
 _PROMPT, _BLOCK_SIZE, _SEQUENCES, _WRITTEN = 37, 16, 4, 20
@@ -265,22 +265,13 @@ def _launch(
     blocks = [-(-n // size) for n in used.tolist()]
     tensors = {"the cache": cache, "table": table, "used": used}
     kept = {name: t.clone() for name, t in tensors.items() if t.numel() < 2**20}
-    try:
-        with _watched(tensors | {"out": out}, {"out": out}, blocks, table.stride(0)):
-            kernel[grid](
-                cache, table, used, out, table.stride(0), length,
-                BLOCK_SIZE=size, WIDTH=width, COLUMNS=1 << (width - 1).bit_length(),
-            )  # fmt: skip
-            if out.is_cuda:
-                torch.cuda.synchronize(out.device)
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ExerciseError):
-            cause = cause.__cause__
-        if isinstance(cause, ExerciseError):
-            raise ExerciseError(f"{what}: {cause}") from None
-        text = (str(cause).strip() or "no message").splitlines()[-1]
-        raise ExerciseError(f"{what}: the kernel could not be run: {type(cause).__name__}: {text}") from error
+    with launching(what), _watched(tensors | {"out": out}, {"out": out}, blocks, table.stride(0)):
+        kernel[grid](
+            cache, table, used, out, table.stride(0), length,
+            BLOCK_SIZE=size, WIDTH=width, COLUMNS=1 << (width - 1).bit_length(),
+        )  # fmt: skip
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
     for name, copy in kept.items():
         if not torch.equal(tensors[name].nan_to_num(1e4), copy.nan_to_num(1e4)):
             raise ExerciseError(f"{what}: the kernel changed {name}; it writes to out only")

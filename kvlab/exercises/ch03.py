@@ -14,16 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab import reference, runtime
-from kvlab.exercises import ExerciseError, _NotYet, checker, close, integer, near, number
-
-
-def _parts(value: Any, names: str, what: str) -> list[Any]:
-    """The parts of a tuple or list that must hold what ``names`` lists."""
-    wanted = names.split(", ")
-    if not isinstance(value, tuple | list) or len(value) != len(wanted):
-        shown = f"{len(value)} things" if isinstance(value, tuple | list) else type(value).__name__
-        raise ExerciseError(f"{what} gave {shown}; it must give ({names})")
-    return list(value)
+from kvlab.exercises import (
+    ExerciseError,
+    Tried,
+    _NotYet,
+    checker,
+    close,
+    faults_found,
+    integer,
+    launching,
+    near,
+    number,
+    parts_of,
+)
 
 
 def _hint(cases: Sequence[tuple[Any, ...]], got: Sequence[Any], slips: Mapping[str, Callable[..., Any]]) -> str:
@@ -85,7 +88,7 @@ def hbm_bytes(function: Callable[..., Any]) -> None:
     answers: dict[str, list[Any]] = {"materialised": [], "flash": []}
     for case in cases:
         what = "hbm_bytes({}, {}, {}, {})".format(*case)
-        parts = _parts(function(*case), "materialised, flash", what)
+        parts = parts_of(function(*case), "materialised, flash", what)
         for (name, got), part in zip(answers.items(), parts, strict=True):
             got.append(number(part, f"{what}: {name}"))
     rights: dict[str, Callable[..., float]] = {"materialised": _materialised, "flash": _flash}
@@ -151,7 +154,7 @@ def count_tiles(function: Callable[..., Any]) -> None:
     answers = []
     for case in cases:
         what = "count_tiles({}, {}, M={}, N={}, window={})".format(*case)
-        parts = _parts(function(*case), ", ".join(names), what)
+        parts = parts_of(function(*case), ", ".join(names), what)
         answers.append(tuple(integer(n, f"{what}: {name}") for n, name in zip(parts, names, strict=True)))
     for case, got in zip(cases, answers, strict=True):
         what = "count_tiles({}, {}, M={}, N={}, window={})".format(*case)
@@ -216,7 +219,7 @@ def _steps(
         stop = min(keys, start + rng.randint(1, widest))
         what = f"online_softmax_step ({kind}), after keys {start} to {stop - 1} of {keys}"
         given = tuple(t.clone() for t in state), scores[:, start:stop].clone(), values[start:stop].clone()
-        parts = _parts(function(*given), "m, l, acc", what)
+        parts = parts_of(function(*given), "m, l, acc", what)
         m = wide[:, :stop].amax(1)
         shift = m.nan_to_num(neginf=0.0)[:, None]
         weights = torch.exp(wide[:, :stop] - shift)
@@ -341,22 +344,18 @@ def _watched(tensors: Mapping[str, _Rows]) -> Iterator[None]:
 
 
 def _launch(kernel: Any, tensors: Mapping[str, _Rows], programs: int, scale: float, M: int, N: int, what: str) -> None:
-    try:
-        with _watched(tensors), np.errstate(all="ignore"):  # a right kernel may divide by 0 and choose another value
-            kernel[(programs,)](
-                *(rows.pointer for rows in tensors.values()), tensors["q"].length, tensors["k"].length, scale,
-                D=tensors["q"].size, M=M, N=N,
-            )  # fmt: skip
-            if tensors["out"].arena.is_cuda:
-                torch.cuda.synchronize(tensors["out"].arena.device)
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ExerciseError):
-            cause = cause.__cause__
-        if isinstance(cause, ExerciseError):
-            raise ExerciseError(f"{what}: {cause}") from None
-        text = (str(cause).strip() or "no message").splitlines()[-1]
-        raise ExerciseError(f"{what}: the kernel could not be run: {type(cause).__name__}: {text}") from error
+    with launching(what), _watched(tensors), np.errstate(all="ignore"):  # a right kernel may divide by 0, and drop it
+        kernel[(programs,)](
+            *(rows.pointer for rows in tensors.values()), tensors["q"].length, tensors["k"].length, scale,
+            D=tensors["q"].size, M=M, N=N,
+        )  # fmt: skip
+        if tensors["out"].arena.is_cuda:
+            torch.cuda.synchronize(tensors["out"].arena.device)
+    _only_rows_of_out(tensors, what)
+
+
+def _only_rows_of_out(tensors: Mapping[str, _Rows], what: str) -> None:
+    """Refuse a kernel that wrote anything else."""
     for name, rows in tensors.items():
         if rows.changed(within=name != "out"):
             where = "outside of out" if name == "out" else f"to {name}"
@@ -577,43 +576,26 @@ def planted_bugs(answer: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 03.
     """
-    if not isinstance(answer, dict):
-        raise ExerciseError(f"the answer is a {type(answer).__name__}; it must be {{version: (fault, input)}}")
-    for version, found in answer.items():
-        if version not in _VERSIONS:
-            raise ExerciseError(f"there is no version {version!r}; there are {', '.join(map(repr, _VERSIONS))}")
-        fault, given = _parts(found, "fault, input", f"version {version!r}: the entry")
-        if fault not in _WORDS:
-            raise ExerciseError(f"version {version!r}: the fault is {fault!r}; it must be one of {', '.join(_WORDS)}")
-        q, k, v, M, N = _input(given, f"version {version!r}")
-        sizes = f"your input for version {version!r} (q_len {len(q)}, kv_len {len(k)}, M {M}, N {N})"
-        expected = reference.attend_one(q[:, None], k[:, None], v[:, None])[0][:, 0]
-        largest = (
-            float((q.abs().double() @ k.abs().double().T).max()) * q.shape[1] ** -0.5 if len(k) and len(q) else 0.0
-        )
-        scale = float(v.abs().max()) if len(k) else 1.0
-        limit = (
-            1e-5 + 3 * q.shape[1] ** 0.5 * torch.finfo(q.dtype).eps * largest
-        ) * scale  # what rounding the scores can do
-        off = {}
-        for name, function in _VERSIONS.items():
-            error = (function(q, k, v, M, N).double() - expected).abs().nan_to_num(nan=float("inf"))
-            off[name] = float(error.max()) if error.numel() else 0.0
-        if scale == 0 or off[version] <= limit:
-            if largest > 1e6:
-                raise ExerciseError(f"on {sizes} scores of {largest:.1g} are rounded too coarsely to tell; take less")
-            raise ExerciseError(f"on {sizes} version {version!r} is right: it is off by {off[version]:.2g}")
-        others = [name for name in _VERSIONS if name != version and off[name] > limit]
-        if others:
-            raise ExerciseError(f"on {sizes} version {others[0]!r} is wrong too; find one that {version!r} alone fails")
-        if fault != _FAULTS[version]:
-            raise ExerciseError(f"{sizes} shows that it is wrong, but its fault is not {fault!r}")
-    if len(answer) < len(_FAULTS):
-        raise ExerciseError(f"{len(answer)} of the three versions are named; {len(_FAULTS)} are wrong")
+    faults_found(answer, _VERSIONS, _FAULTS, _WORDS, _tried)
+
+
+def _tried(given: Any, what: str) -> Tried:
+    q, k, v, M, N = _input(given, what)
+    sizes = f"your input for {what} (q_len {len(q)}, kv_len {len(k)}, M {M}, N {N})"
+    expected = reference.attend_one(q[:, None], k[:, None], v[:, None])[0][:, 0]
+    some = bool(len(q) and len(k))
+    largest = float((q.abs().double() @ k.abs().double().T).max()) * q.shape[1] ** -0.5 if some else 0.0
+    scale = float(v.abs().max()) if len(k) else 1.0
+    limit = (1e-5 + 3 * q.shape[1] ** 0.5 * torch.finfo(q.dtype).eps * largest) * scale  # what rounding scores can do
+    off = {}
+    for name, function in _VERSIONS.items():
+        error = (function(q, k, v, M, N).double() - expected).abs().nan_to_num(nan=float("inf"))
+        off[name] = float(error.max()) if error.numel() else 0.0
+    return Tried(sizes, off, limit if scale else float("inf"), largest)
 
 
 def _input(given: Any, what: str) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    q, k, v, M, N = _parts(given, "q, k, v, M, N", f"{what}: the input")
+    q, k, v, M, N = parts_of(given, "q, k, v, M, N", f"{what}: the input")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in (torch.float32, torch.float64):
             shown = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from kvlab import reference, runtime
-from kvlab.exercises import ExerciseError, _NotYet, checker, close, integer, near, number
-from kvlab.exercises.ch03 import _UNWRITTEN, _hint, _parts, _Rows, _watched
+from kvlab.exercises import (
+    ExerciseError,
+    Tried,
+    _NotYet,
+    checker,
+    close,
+    faults_found,
+    integer,
+    launching,
+    near,
+    number,
+    parts_of,
+)
+from kvlab.exercises.ch03 import _UNWRITTEN, _hint, _only_rows_of_out, _Rows, _watched
 
 INF, NAN = float("inf"), float("nan")
 
@@ -71,7 +83,7 @@ def decode_bytes(function: Callable[..., Any]) -> None:
     answers: dict[str, list[Any]] = {name: [] for name in _BYTES}
     shown = ["decode_bytes({}, {}, {}, {}, {}, {})".format(*case) for case in cases]
     for case, what in zip(cases, shown, strict=True):
-        parts = _parts(function(list(case[0]), *case[1:]), ", ".join(_BYTES), what)
+        parts = parts_of(function(list(case[0]), *case[1:]), ", ".join(_BYTES), what)
         for (name, got), part in zip(answers.items(), parts, strict=True):
             got.append(number(part, f"{what}: {name}"))
     for name, right in (("keys and values", _kv), ("partial results", _partial)):
@@ -151,7 +163,7 @@ def merge_parts(function: Callable[..., Any]) -> None:
         splits = 1 if kind == "plain" and rng.random() < 0.5 else rng.randint(2, 9)
         outs, lses = _states(rng, splits, rng.randint(2, 6), rng.randint(1, 5), kind)
         what = f"merge of {splits} parts ({kind})"
-        out, lse = _parts(function(outs.clone(), lses.clone()), "out, lse", what)
+        out, lse = parts_of(function(outs.clone(), lses.clone()), "out, lse", what)
         _judge_merge(out, outs, lses, what)
         close(lse, _merged(outs, lses)[1], rel=1e-5, what=f"{what}: lse")
 
@@ -177,7 +189,7 @@ def deal_fairly(function: Callable[..., Any]) -> None:
             raise ExerciseError(f"{what} gave a {type(given).__name__}; it must give a list of chunks")
         chunks = []
         for chunk in given:
-            parts = _parts(chunk, "sequence, first key, one past its last", f"{what}: a chunk")
+            parts = parts_of(chunk, "sequence, first key, one past its last", f"{what}: a chunk")
             chunks.append(tuple(integer(x, f"{what}: chunk {tuple(parts)}") for x in parts))
         _judge_deal(chunks, lengths, programs, N, what)
 
@@ -247,23 +259,11 @@ def _launched(kernel: Any, outs: Tensor, lses: Tensor, R: int, what: str) -> Ten
     splits, rows, size = outs.shape
     tensors = {"part": _Rows(outs.flatten(0, 1), NAN), "lse": _Rows(lses.view(-1, 1), NAN)}
     tensors["out"] = _Rows(torch.full((rows, size), _UNWRITTEN, device=outs.device), _UNWRITTEN)
-    try:
-        with _watched(tensors), np.errstate(all="ignore"):  # a right kernel may choose another value afterwards
-            kernel[(-(-rows // R),)](*(t.pointer for t in tensors.values()), splits, rows, D=size, R=R)
-            if outs.is_cuda:
-                torch.cuda.synchronize(outs.device)
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ExerciseError):
-            cause = cause.__cause__
-        if isinstance(cause, ExerciseError):
-            raise ExerciseError(f"{what}: {cause}") from None
-        text = (str(cause).strip() or "no message").splitlines()[-1]
-        raise ExerciseError(f"{what}: the kernel could not be run: {type(cause).__name__}: {text}") from error
-    for name, tensor in tensors.items():
-        if tensor.changed(within=name != "out"):
-            where = "outside of out" if name == "out" else f"to {name}"
-            raise ExerciseError(f"{what}: the kernel wrote {where}; it writes the rows of out only")
+    with launching(what), _watched(tensors), np.errstate(all="ignore"):  # a right kernel may choose another value later
+        kernel[(-(-rows // R),)](*(t.pointer for t in tensors.values()), splits, rows, D=size, R=R)
+        if outs.is_cuda:
+            torch.cuda.synchronize(outs.device)
+    _only_rows_of_out(tensors, what)
     got = tensors["out"].inside
     missing = (got == _UNWRITTEN).any(1)
     if bool(missing.any()):
@@ -324,38 +324,24 @@ def planted_bugs(answer: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 04.
     """
-    if not isinstance(answer, Mapping):
-        raise ExerciseError(f"the answer is a {type(answer).__name__}; it must be {{version: (fault, input)}}")
-    for version, found in answer.items():
-        if version not in _VERSIONS:
-            raise ExerciseError(f"there is no version {version!r}; there are {', '.join(map(repr, _VERSIONS))}")
-        fault, given = _parts(found, "fault, input", f"version {version!r}: the entry")
-        if fault not in _WORDS:
-            raise ExerciseError(f"version {version!r}: the fault is {fault!r}; it must be one of {', '.join(_WORDS)}")
-        q, k, v, S = _input(given, f"version {version!r}")
-        sizes = f"your input for version {version!r} (L {len(k)}, D {len(q)}, S {S})"
-        expected = reference.attend_one(q[None, None], k[:, None], v[:, None])[0][0, 0]
-        largest = float((k.abs().double() @ q.abs().double()).max()) * len(q) ** -0.5
-        scale = float(v.abs().max())
-        limit = (1e-5 + 3 * len(q) ** 0.5 * torch.finfo(q.dtype).eps * largest) * scale  # what rounding scores can do
-        off = {}
-        for name, function in _VERSIONS.items():
-            off[name] = float((function(q, k, v, S).double() - expected).abs().nan_to_num(nan=INF).max())
-        if scale == 0 or off[version] <= limit:
-            if largest > 1e6:
-                raise ExerciseError(f"on {sizes} scores of {largest:.1g} are rounded too coarsely to tell; take less")
-            raise ExerciseError(f"on {sizes} version {version!r} is right: it is off by {off[version]:.2g}")
-        others = [name for name in _VERSIONS if name != version and off[name] > limit]
-        if others:
-            raise ExerciseError(f"on {sizes} version {others[0]!r} is wrong too; find one that {version!r} alone fails")
-        if fault != _FAULTS.get(version):
-            raise ExerciseError(f"{sizes} shows that it is wrong, but its fault is not {fault!r}")
-    if len(answer) < len(_FAULTS):
-        raise ExerciseError(f"{len(answer)} of the three versions are named; {len(_FAULTS)} are wrong")
+    faults_found(answer, _VERSIONS, _FAULTS, _WORDS, _tried)
+
+
+def _tried(given: Any, what: str) -> Tried:
+    q, k, v, S = _input(given, what)
+    sizes = f"your input for {what} (L {len(k)}, D {len(q)}, S {S})"
+    expected = reference.attend_one(q[None, None], k[:, None], v[:, None])[0][0, 0]
+    largest = float((k.abs().double() @ q.abs().double()).max()) * len(q) ** -0.5
+    scale = float(v.abs().max())
+    limit = (1e-5 + 3 * len(q) ** 0.5 * torch.finfo(q.dtype).eps * largest) * scale  # what rounding scores can do
+    off = {}
+    for name, function in _VERSIONS.items():
+        off[name] = float((function(q, k, v, S).double() - expected).abs().nan_to_num(nan=INF).max())
+    return Tried(sizes, off, limit if scale else INF, largest)
 
 
 def _input(given: Any, what: str) -> tuple[Tensor, Tensor, Tensor, int]:
-    q, k, v, S = _parts(given, "q, k, v, S", f"{what}: the input")
+    q, k, v, S = parts_of(given, "q, k, v, S", f"{what}: the input")
     for name, x, dims in (("q", q, 1), ("k", k, 2), ("v", v, 2)):
         if not isinstance(x, Tensor) or x.ndim != dims or x.dtype not in (torch.float32, torch.float64):
             shown = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
