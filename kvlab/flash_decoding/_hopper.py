@@ -34,20 +34,20 @@ from kvlab.runtime import counted
 thread_barrier = gl.constexpr(gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier)
 # Named barriers: the compiler takes the first four, and six stages of K and of V the other twelve.
 K_FREE, V_FREE = gl.constexpr(4), gl.constexpr(10)
-PIECES, ROWS = gl.constexpr(16), gl.constexpr(4)  # merged at a time
+ROWS = gl.constexpr(4)  # merged at a time
 
 
 @dataclass(frozen=True)
 class DecodePlan(Plan):
     """Everything about a launch that is compiled in; ``group`` may be any number here.
 
-    Shapes and units: as ``Plan``; ``batch`` bounds the sequences, a power of two of 128 or more; ``live`` the rows of
+    Shapes and units: as ``Plan``; ``batch`` bounds the sequences, a power of two of 32 or more; ``live`` the rows of
     one item, a power of two of ``ROWS`` or more.
 
     Source: chapter 04.
     """
 
-    batch: int = 128
+    batch: int = 32
     live: int = 4
 
     @property
@@ -94,7 +94,7 @@ def share_of(work, C: gl.constexpr):
     Source: chapter 04; stream-K, and FlashInfer's scheduler.
     """
     batch, kv_heads = work[2], work[3]
-    ALL: gl.constexpr = gl.BlockedLayout([C.batch // 128], [32], [4], [0])
+    ALL: gl.constexpr = gl.BlockedLayout([C.batch // 128 if C.batch > 128 else 1], [32], [4], [0])
     seqs = gl.arange(0, C.batch, ALL)
     _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
     ends = gl.associative_scan(blocks, 0, add) * kv_heads
@@ -198,6 +198,7 @@ def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C:
     """
     part_ptr, peak_ptr, total_ptr = parts
     WIDE: gl.constexpr = C.wide_v
+    PIECES: gl.constexpr = 4096 // WIDE if WIDE > 128 else 32  # at a time: as many as a thread has registers for
     A: gl.constexpr = gl.BlockedLayout([PIECES, 1, WIDE // 32], [1, 1, 32], [1, ROWS, 1], [2, 1, 0])
     P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, A))
     R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, A))

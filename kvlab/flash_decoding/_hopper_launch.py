@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,10 @@ from kvlab.flash_decoding._splits import MAX_BATCH, MAX_ROWS
 from kvlab.flash_hopper import _launch as prefill
 from kvlab.runtime import triton
 
-LEAST_BATCH = 128  # sequences that the four warps of a CTA look at together
+LEAST_BATCH = 32  # sequences that a warp looks at together
 LEAST_LIVE = 4
-FEW_KEYS = 1024
+REGISTERS = 65536  # of a multiprocessor
+THREADS = 256  # that a CTA has registers for: four warps that compute, and a warpgroup for the two that load
 
 
 def refusal(
@@ -39,24 +42,30 @@ def refusal(
     )  # fmt: skip
 
 
-def tiling(dim: int, dim_v: int, keys: int) -> dict[str, int]:
-    """Tile sizes: as many stages as the shared memory holds, so that loads run far ahead; large blocks, which cost the
-    least for each key, but small ones where a CTA has few, so that what comes last is soon done.
+class Tiling(NamedTuple):
+    """Tile sizes, and how many CTAs share a multiprocessor.
 
-    Shapes and units: ``keys`` of all sequences and KV heads that one CTA reads at most; ``N`` keys of a block,
-    ``stages`` blocks of K and of V, ``wide`` and ``wide_v`` the padded sizes.
+    Shapes and units: ``wide``, ``wide_v`` the padded head sizes, ``N`` keys of a block, ``stages`` blocks of K and of V.
+
+    Source: chapter 04.
+    """
+
+    wide: int
+    wide_v: int
+    N: int
+    stages: int
+    ctas: int
+
+
+def tiling(dim: int, dim_v: int) -> Tiling:
+    """The tiles for a head size: as many stages as the shared memory holds, so that loads run far ahead. Two CTAs share
+    a multiprocessor where they fit: while one waits for its tensor cores or for a maximum, the other computes.
 
     Source: chapter 04.
     """
     wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
-    sizes = {64: (128, 6), 128: (128, 3) if keys > FEW_KEYS else (64, 6), 256: (64, 3)}
-    n, stages = sizes[max(wide, wide_v)]
-    return {"wide": wide, "wide_v": wide_v, "N": n, "stages": stages}
-
-
-def keys_of_cta(q: Tensor, k_cache: Tensor, batch: int, max_seqlen_k: int) -> int:
-    """Keys that one CTA reads at most, by the bounds. Shapes and units: as ``launch``. Source: chapter 04."""
-    return batch * k_cache.shape[2] * max_seqlen_k // multiprocessors(q.device)
+    n, stages, ctas = {64: (128, 3, 2), 128: (64, 3, 2), 256: (64, 3, 1)}[max(wide, wide_v)]
+    return Tiling(wide, wide_v, n, stages, ctas)
 
 
 def launch(
@@ -78,14 +87,15 @@ def launch(
         return
     left, right = (min(w, prefill.FAR) for w in window_size)
     live = triton.next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
+    tile = tiling(dim, dim_v)
     plan = DecodePlan(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
-        batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live,
-        **tiling(dim, dim_v, keys_of_cta(q, k_cache, batch, max_seqlen_k)),  # type: ignore[arg-type]
+        batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
+        stages=tile.stages,
     )  # fmt: skip
     most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
-    programs = min(multiprocessors(q.device), most)
+    programs = min(tile.ctas * multiprocessors(q.device), most)
     slots = 2 * programs * live
     room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads)
     descs = [
@@ -96,4 +106,5 @@ def launch(
             q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[2 * slots :], room, room[slots:],
             arrived, block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
             batch, kv_heads, softmax_scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
+            maxnreg=REGISTERS // (THREADS * tile.ctas) if tile.ctas > 1 else None,
         )  # fmt: skip
