@@ -1183,11 +1183,12 @@ def test_what_the_hopper_kernel_refuses(change, reason):
 
 
 def test_the_hopper_kernels_tiles_fit():
-    for dim, keys in itertools.product((16, 40, 64, 96, 128, 200, 256), (1, 10**6)):
-        tile = _hopper_launch.tiling(dim, dim, keys)
-        rows = 64 + tile["stages"] * tile["N"]  # queries and keys; then values
-        assert 2 * (rows * tile["wide"] + tile["stages"] * tile["N"] * tile["wide_v"]) + 2048 <= 227 * 1024
-        assert tile["stages"] <= 6, "a named barrier for each stage of K and of V"
+    for dim in (16, 40, 64, 96, 128, 200, 256):
+        tile = _hopper_launch.tiling(dim, dim)
+        rows = 64 + tile.stages * tile.N  # queries and keys; then values
+        needed = 2 * (rows * tile.wide + tile.stages * tile.N * tile.wide_v) + 512
+        assert tile.ctas * (needed + 1024) <= 228 * 1024
+        assert tile.stages <= 6, "a named barrier for each stage of K and of V"
 
 
 CHILD = r"""
@@ -1202,12 +1203,13 @@ def descriptor(block):
     layout = NVMMASharedLayout.get_default_for(block, bfloat16)
     return f"tensordesc<bf16{block},{layout!r}>"
 
-for dim, page, keys, options in [
-    (128, 16, 10**6, {}), (128, 64, 1, dict(sinks=True, live=64, batch=4096)),
-    (256, 256, 10**6, dict(left=300)), (64, 8, 10**6, dict(softcap=True, right=0, live=16)),
+for dim, page, options in [
+    (128, 16, {}), (128, 64, dict(sinks=True, live=64, batch=4096)),
+    (256, 256, dict(left=300)), (64, 8, dict(softcap=True, right=0, live=16)),
 ]:
+    tile = _hopper_launch.tiling(dim, dim)
     plan = DecodePlan(form="paged", group=5, share=1, dim=dim, dim_v=dim, causal=True, lse=True, block_size=page,
-                      **options, **_hopper_launch.tiling(dim, dim, keys))
+                      wide=tile.wide, wide_v=tile.wide_v, N=tile.N, stages=tile.stages, **options)
     types = {"k_desc": descriptor([1, 1, plan.rows, 1, plan.wide]), "scale": "fp32", "softcap": "fp32",
              "v_desc": descriptor([1, 1, plan.rows, 1, plan.wide_v]), "q_ptr": "*bf16", "out_ptr": "*bf16"}
     types |= {name: "*fp32" for name in ("lse_ptr", "part_ptr", "peak_ptr", "total_ptr")}
@@ -1218,8 +1220,8 @@ for dim, page, keys, options in [
     signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
     hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = GluonASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, hints)
-    done, said = compiled(source, 90)
-    found.append({"name": f"D {dim} pages of {page}", "said": said, "shared": done.metadata.shared,
+    done, said = compiled(source, 90, **({"maxnreg": tile.maxnreg} if tile.maxnreg else {}))
+    found.append({"name": f"D {dim} pages of {page}", "said": said, "shared": done.metadata.shared, "ctas": tile.ctas,
                   "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
                   **{word: word in done.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "acq_rel")}})
 """
@@ -1235,5 +1237,5 @@ def test_the_hopper_kernel_compiles_to_asynchronous_products_and_copies_without_
         assert kernel["cp.async.bulk.tensor"], kernel
         assert kernel["acq_rel"], kernel
         assert "serialized" not in kernel["said"], kernel
-        assert kernel["shared"] <= 227 * 1024, kernel
+        assert kernel["ctas"] * (kernel["shared"] + 1024) <= 228 * 1024, kernel
         assert kernel["spills"] == 0, kernel

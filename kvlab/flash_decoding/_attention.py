@@ -110,9 +110,8 @@ def explain(
     if name == "hopper":
         from kvlab.flash_decoding import _hopper_launch
 
-        keys = _hopper_launch.keys_of_cta(q, k_cache, batch, bounds[1])
-        tile = _hopper_launch.tiling(q.shape[2], v_cache.shape[3], keys)
-        return Choice(name, f"{why}: split-KV, an equal share of all keys for each multiprocessor{longer}", tile)
+        tile = _hopper_launch.tiling(q.shape[2], v_cache.shape[3])
+        return Choice(name, f"{why}: split-KV, an equal share of all keys for each CTA{longer}", tile._asdict())
     config = _launch.configuration(
         q, k_cache, v_cache, batch=batch, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1], causal=causal,
         window_size=window_size, softcap=softcap, tree=tree_mask is not None, fixed=split_size is not None,

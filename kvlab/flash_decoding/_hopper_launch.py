@@ -56,6 +56,11 @@ class Tiling(NamedTuple):
     stages: int
     ctas: int
 
+    @property
+    def maxnreg(self) -> int | None:
+        """Registers of a thread as the launch is told, so that the CTAs fit side by side. Source: chapter 04."""
+        return REGISTERS // (THREADS * self.ctas) if self.ctas > 1 else None
+
 
 def tiling(dim: int, dim_v: int) -> Tiling:
     """The tiles for a head size: as many stages as the shared memory holds, so that loads run far ahead. Two CTAs share
@@ -106,5 +111,5 @@ def launch(
             q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[2 * slots :], room, room[slots:],
             arrived, block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
             batch, kv_heads, softmax_scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
-            maxnreg=REGISTERS // (THREADS * tile.ctas) if tile.ctas > 1 else None,
+            maxnreg=tile.maxnreg,
         )  # fmt: skip
