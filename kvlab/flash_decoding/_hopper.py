@@ -1,11 +1,8 @@
 """Split-KV decoding for Hopper, in Gluon: one CTA a multiprocessor, two warps that load pages, four that compute.
 
-All blocks of keys of all items (a sequence and a KV head) stand in one line, which is cut into equal shares, one a CTA.
-But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth of it is left
-over, in a line of its own, and whoever is done takes chunks of that one. A share or a chunk covers the end of one item,
-whole items, and the beginning of another; whoever brings the last piece of an item merges its pieces. The cuts depend
-on nothing but lengths, so results do not depend on who took what. Chapter 04 tells why; the device functions of chapter
-03b are used again.
+All blocks of keys of all sequences and KV heads stand in one line, which is cut into equal shares, one a CTA. A CTA's
+share covers the end of one item (a sequence and KV head), whole items, and the beginning of another; whoever brings the
+last piece of an item merges its pieces. Chapter 04 tells why; the device functions of chapter 03b are used again.
 """
 
 from __future__ import annotations
@@ -18,11 +15,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kvlab.flash_hopper._kernel import (
-    FIELDS,
     INF,
     LN2,
     LOG2E,
-    RING,
     Plan,
     bar_arrive,
     bar_sync,
@@ -31,9 +26,7 @@ from kvlab.flash_hopper._kernel import (
     pages_of,
     rescale,
     softmax,
-    tell,
     thread_sum,
-    told,
     unpack,
 )
 from kvlab.runtime import counted
@@ -42,10 +35,6 @@ thread_barrier = gl.constexpr(gl.barrier if hasattr(gl, "barrier") else gl.threa
 # Named barriers: the compiler takes the first four, and six stages of K and of V the other twelve.
 K_FREE, V_FREE = gl.constexpr(4), gl.constexpr(10)
 ROWS = gl.constexpr(4)  # merged at a time
-# Blocks are left over where each CTA has ENOUGH, of items of LONG ones; they are dealt out in so many CHUNKS for each
-# CTA, of LEAST_CHUNK or more.
-ENOUGH, LONG, CHUNKS, LEAST_CHUNK = gl.constexpr(16), gl.constexpr(64), gl.constexpr(4), gl.constexpr(4)
-LOADER_REGISTERS = gl.constexpr(40)
 
 
 @dataclass(frozen=True)
@@ -60,11 +49,6 @@ class DecodePlan(Plan):
 
     batch: int = 32
     live: int = 4
-
-    @property
-    def looked(self) -> int:
-        """Sequences that a warp looks at together. Source: chapter 04."""
-        return min(self.batch, 128)
 
     @property
     def consumers(self) -> int:
@@ -103,88 +87,31 @@ def add(a, b):
 
 
 @gluon.jit
-def left_over(seq, blocks):
-    """How many blocks at the end of an item are dealt out later, where any are: an eighth of a long one, and all of one
-    in eight short ones.
+def share_of(work, C: gl.constexpr):
+    """This CTA's share of the line: the length of a share, its own first block and number of blocks, and which
+    sequence, KV head and block of theirs it begins with.
 
-    Source: chapter 04; guided self-scheduling (Polychronopoulos and Kuck 1987).
-    """
-    return gl.where(blocks >= LONG, blocks // 8, gl.where(seq % 8 == 7, blocks, 0))
-
-
-@gluon.jit
-def look_at(base, work, C: gl.constexpr):
-    """Some sequences, from ``base`` on, that one warp looks at together: their numbers, and their items' blocks and
-    blocks left over.
-
-    Source: chapter 04.
-    """
-    ALL: gl.constexpr = gl.BlockedLayout([C.looked // 32], [32], [1], [0])
-    seqs = base + gl.arange(0, C.looked, ALL)
-    _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < work[2], work, C)
-    return seqs, blocks, left_over(seqs, blocks)
-
-
-@gluon.jit
-def cut_line(work, C: gl.constexpr):
-    """How the two lines are cut: the blocks of the first, the size of a share of it, the blocks left over, and the size
-    of their chunks (0 where nothing is left over: there are too few blocks).
-
-    Source: chapter 04.
+    Source: chapter 04; stream-K, and FlashInfer's scheduler.
     """
     batch, kv_heads = work[2], work[3]
-    total = batch * 0
-    late = batch * 0
-    for base in range(0, batch, C.looked):
-        _seqs, blocks, over = look_at(base, work, C)
-        total += gl.sum(blocks, 0) * kv_heads
-        late += gl.sum(over, 0) * kv_heads
-    programs = gl.num_programs(0)
-    late = gl.where(total >= ENOUGH * programs, late, 0)
-    share = gl.maximum(gl.cdiv(total - late, programs), 1)
-    chunk = gl.where(late > 0, gl.maximum(gl.cdiv(late, CHUNKS * programs), LEAST_CHUNK), 0)
-    return total - late, share, late, chunk
+    ALL: gl.constexpr = gl.BlockedLayout([C.batch // 128 if C.batch > 128 else 1], [32], [4], [0])
+    seqs = gl.arange(0, C.batch, ALL)
+    _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
+    ends = gl.associative_scan(blocks, 0, add) * kv_heads
+    total = gl.max(ends, 0)
+    share = gl.maximum(gl.cdiv(total, gl.num_programs(0)), 1)
+    begin = gl.program_id(0) * share
+    count = gl.maximum(gl.minimum(share, total - begin), 0)
+    before = ends <= begin
+    seq = gl.sum(before.to(gl.int32), 0)
+    rest = begin - gl.max(gl.where(before, ends, 0), 0)
+    each = gl.maximum(gl.sum(gl.where(seqs == seq, blocks, 0), 0), 1)
+    return share, begin, count, seq, rest // each, rest % each
 
 
 @gluon.jit
-def find_block(at, line, chunk, work, C: gl.constexpr):
-    """Where block number ``at`` of a line is: its sequence, KV head, block of what they have in that line, and where
-    their sequence begins in either line.
-
-    Source: chapter 04.
-    """
-    batch, kv_heads = work[2], work[3]
-    seq = at * 0
-    begin = at * 0  # of the sequence, in the first line
-    late = at * 0  # and in the line of what is left over
-    for base in range(0, batch, C.looked):
-        _seqs, blocks, over = look_at(base, work, C)
-        over = gl.where(chunk > 0, over, 0)
-        here = gl.where(line == 1, over, blocks - over)
-        ends = gl.where(line == 1, late, begin) + gl.associative_scan(here, 0, add) * kv_heads
-        before = ends <= at
-        seq += gl.sum(before.to(gl.int32), 0)
-        begin += gl.sum(gl.where(before, blocks - over, 0), 0) * kv_heads
-        late += gl.sum(gl.where(before, over, 0), 0) * kv_heads
-    seq = gl.minimum(seq, batch - 1)
-    _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, True, work, C)
-    own, over = parts_of(seq, blocks, chunk)
-    each = gl.maximum(gl.where(line == 1, over, own), 1)
-    rest = at - gl.where(line == 1, late, begin)
-    return seq, rest // each, rest % each, begin, late
-
-
-@gluon.jit
-def parts_of(seq, blocks, chunk):
-    """An item's blocks in the first line, and in that of what is left over. Source: chapter 04."""
-    over = gl.where(chunk > 0, left_over(seq, blocks), 0)
-    return blocks - over, over
-
-
-@gluon.jit
-def next_item(seq, head, begin, late, line, chunk, work, C: gl.constexpr):
-    """The item after this one that has blocks in this line: the next KV head, or the first of a later sequence; and
-    where its sequence begins in either line.
+def next_item(seq, head, work, C: gl.constexpr):
+    """The item after this one: the next KV head, or the first of the next sequence that has blocks.
 
     Source: chapter 04.
     """
@@ -192,71 +119,26 @@ def next_item(seq, head, begin, late, line, chunk, work, C: gl.constexpr):
     head += 1
     if head == kv_heads:
         head = head * 0
-        more = head == 0
-        while more:
-            _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk)
-            begin += own * kv_heads
-            late += over * kv_heads
+        seq += 1
+        _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
+        while (blocks == 0) & (seq < batch):
             seq += 1
             _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk)
-            more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
-    return seq, head, begin, late
-
-
-# --- what the warps of a CTA tell each other --------------------------------------------------------------------------
-
-
-@gluon.jit
-def announce(ring, told_full, n, at, left, line, share, chunk, work, C: gl.constexpr):
-    """Tell all warps what the CTA's n-th portion is: ``left`` blocks of a line from number ``at`` on. The ring is long
-    enough: before a portion is announced, blocks have been read of all but the last ``stages`` + 1 before it.
-
-    Source: chapter 04.
-    """
-    slot = n % RING
-    seq, head, block, begin, late = find_block(at, line, chunk, work, C)  # not under an if: Triton 3.6 fails there
-    tell(ring, slot, seq, 0)
-    tell(ring, slot, head, 1)
-    tell(ring, slot, block, 2)
-    tell(ring, slot, left, 3)
-    tell(ring, slot, line, 4)
-    tell(ring, slot, begin, 5)
-    tell(ring, slot, late, 6)
-    tell(ring, slot, share, 7)
-    tell(ring, slot, chunk, 8)
-    mbarrier.arrive(told_full.index(slot), count=1)
-
-
-@gluon.jit
-def hear(ring, told_full, n, WARPS: gl.constexpr):
-    """Wait for the n-th portion, and read what it is. Source: chapter 04."""
-    slot = n % RING
-    mbarrier.wait(told_full.index(slot), (n // RING) & 1)
-    seq = told(ring, slot, 0, WARPS)
-    head = told(ring, slot, 1, WARPS)
-    block = told(ring, slot, 2, WARPS)
-    left = told(ring, slot, 3, WARPS)
-    line = told(ring, slot, 4, WARPS)
-    begin = told(ring, slot, 5, WARPS)
-    late = told(ring, slot, 6, WARPS)
-    return seq, head, block, left, line, begin, late, told(ring, slot, 7, WARPS), told(ring, slot, 8, WARPS)
+    return seq, head
 
 
 # --- the warps that load ---------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexpr, C: gl.constexpr):
-    """Start the copies of K, or of V, of one portion; ``n`` counts blocks. Source: chapter 04."""
-    seq, head, block, left, line, begin, late, _share, chunk = portion
+def load_items(desc, full, buffers, share, table, work, FREE: gl.constexpr, C: gl.constexpr):
+    """Keep the copies of K, or of V, running ahead of the warps that compute. Source: chapter 04."""
+    _share, _begin, left, seq, head, block = share
     table_ptr, table_row = table
+    n = 0
     while left > 0:
         _first, _q_len, kv_len, low, blocks = lengths_of(seq, True, work, C)
-        own, over = parts_of(seq, blocks, chunk)
-        low += gl.where(line == 1, own, 0)
-        todo = gl.minimum(left, gl.where(line == 1, over, own) - block)
+        todo = gl.minimum(left, blocks - block)
         pages_ptr = table_ptr + seq.to(gl.int64) * table_row
         for i in range(todo):
             at = low + block + i
@@ -269,52 +151,7 @@ def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexp
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
-    return n
-
-
-@gluon.jit
-def load_keys(desc, full, buffers, ring, told_full, taken, table, work, C: gl.constexpr):
-    """Announce this CTA's portions, its share and then chunks of what is left over as long as there are any, and keep
-    the copies of K running ahead of the warps that compute.
-
-    Source: chapter 04.
-    """
-    total, share, late, chunk = cut_line(work, C)
-    at = gl.program_id(0) * share
-    left = gl.maximum(gl.minimum(share, total - at), 0)
-    chunks = late // gl.maximum(chunk, 1) + gl.where(late % gl.maximum(chunk, 1) > 0, 1, 0)
-    line = left * 0
-    portions = left * 0
-    n = left * 0
-    more = (left > 0) | (chunks > 0)
-    while more:
-        if left > 0:
-            announce(ring, told_full, portions, at, left, line, share, chunk, work, C)
-            n = load_portion(desc, full, buffers, hear(ring, told_full, portions, 1), n, table, work, K_FREE, C)
-            portions += 1
-        line = line * 0 + 1
-        left = left * 0
-        if chunks > 0:
-            number = gl.atomic_add(taken, 1)
-            if number == chunks + gl.num_programs(0) - 1:  # the last one: ready for the next launch
-                gl.store(taken, 0)
-            at = number * chunk
-            left = gl.maximum(gl.minimum(chunk, late - at), 0)
-        more = left > 0
-    announce(ring, told_full, portions, at, line * 0, line, share, chunk, work, C)
-
-
-@gluon.jit
-def load_values(desc, full, buffers, ring, told_full, table, work, C: gl.constexpr):
-    """The same copies of V, of the portions that are announced. Source: chapter 04."""
-    portions = 0
-    n = gl.program_id(0) * 0
-    portion = hear(ring, told_full, portions, 1)
-    while portion[3] > 0:
-        n = load_portion(desc, full, buffers, portion, n, table, work, V_FREE, C)
-        portions += 1
-        portion = hear(ring, told_full, portions, 1)
+            seq, head = next_item(seq, head, work, C)
 
 
 # --- the warps that compute ------------------------------------------------------------------------------------------
@@ -353,14 +190,13 @@ def write_out(acc, total, peak, rows, first, q_len, head, outputs, C: gl.constex
 
 
 @gluon.jit
-def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.constexpr):
-    """Add up the pieces of an item in the order of their keys, each by the measure of its sums, and write its rows.
-    ``slots``: where its first piece lies, how many lie there, and where the rest do.
+def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C: gl.constexpr):
+    """Add up the pieces of an item in the order of the line, each by the measure of its sums, and write its rows. Only
+    the first piece may not be the first of its CTA (``late``).
 
     Source: chapter 04.
     """
     part_ptr, peak_ptr, total_ptr = parts
-    slot, own_pieces, late_slot = slots
     WIDE: gl.constexpr = C.wide_v
     PIECES: gl.constexpr = 4096 // WIDE if WIDE > 128 else 32  # at a time: as many as a thread has registers for
     A: gl.constexpr = gl.BlockedLayout([PIECES, 1, WIDE // 32], [1, 1, 32], [1, ROWS, 1], [2, 1, 0])
@@ -377,8 +213,8 @@ def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.conste
         acc = gl.zeros([ROWS, WIDE], gl.float32, OUT)
         for s in range(0, pieces, PIECES):
             piece = s + gl.arange(0, PIECES, P)
-            lies = gl.where(piece < own_pieces, slot + piece, late_slot + piece - own_pieces)
-            at = lies[:, None] * C.live + gl.expand_dims(rows, 0)
+            slot = 2 * (first_cta + piece) + gl.where(piece == 0, late, 0)
+            at = slot[:, None] * C.live + gl.expand_dims(rows, 0)
             there = (piece < pieces)[:, None] & gl.expand_dims(rows < gl.minimum(q_len * C.group, C.live), 0)
             peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
             totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
@@ -398,63 +234,47 @@ def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.conste
 
 
 @gluon.jit
-def cuts(begin, blocks, size):
-    """In which share or chunk an item begins, and how many have a part of it. Source: chapter 04."""
-    size = gl.maximum(size, 1)
-    first = begin // size
-    return first, gl.where(blocks > 0, (begin + blocks - 1) // size - first + 1, 0)
-
-
-@gluon.jit
-def finish_item(acc, total, peak, portion, parted, lengths, outputs, parts, arrived, work, C: gl.constexpr,
-                O: gl.constexpr):  # fmt: skip
-    """Write an item's rows, or leave a piece of it, and merge all pieces if this one is the last to come. A piece is
-    left as sums and their measure: a log-sum-exp would round by its own size. Counting the items before it and the cuts
-    before it gives each piece a place of its own.
+def finish_item(acc, total, peak, place, share, lengths, outputs, parts, arrived, work, C: gl.constexpr,
+                S: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """Write an item's rows, or leave this CTA's piece of it, and merge all pieces if this one is the last to come. A
+    piece is left as sums and their measure: a log-sum-exp would round by its own size.
 
     Source: chapter 04.
     """
-    seq, head, block, line, begin, late, share, chunk = portion
-    own, over = parted
+    seq, head, begin, blocks, block = place
+    size, share_begin = share
     first, q_len = lengths
     part_ptr, peak_ptr, total_ptr = parts
     ROW: gl.constexpr = gl.SliceLayout(1, O)
     total = gl.convert_layout(gl.sum(total, 1), ROW)
     peak = gl.convert_layout(peak, ROW)
     rows = gl.arange(0, C.M, ROW)
-    begin += head * own
-    late += head * over
-    cut, pieces = cuts(begin, own, share)
-    late_cut, late_pieces = cuts(late, over, chunk)
-    if pieces + late_pieces == 1:
+    item = begin - block  # where it begins in the line
+    first_cta = item // size
+    pieces = (item + blocks - 1) // size - first_cta + 1
+    if pieces == 1:
         write_out(acc, total, peak, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
     else:
-        item = seq * work[3] + head
-        late_slot = gl.num_programs(0) + work[2] * work[3] + item
-        mine = gl.where(line == 1, late_slot + (late + block) // gl.maximum(chunk, 1), item + (begin + block) // share)
+        slot = 2 * gl.program_id(0) + (begin != share_begin).to(gl.int32)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
         live = rows < gl.minimum(q_len * C.group, C.live)  # a bound that was too small does not write outside
-        at = mine * C.live + rows
+        at = slot * C.live + rows
         mask = live[:, None] & (columns < C.dim_v)[None, :]
         gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], acc, mask=mask)
         gl.store(peak_ptr + at, peak, mask=live)
         gl.store(total_ptr + at, total, mask=live)
         thread_barrier()  # all of this CTA's numbers are written before it counts itself
-        counter = arrived + item
-        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces + late_pieces - 1:
+        counter = arrived + seq * work[3] + head
+        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
             gl.store(counter, 0)  # for the next launch
-            slots = (item + cut, pieces, late_slot + late_cut)
-            merge_pieces(pieces + late_pieces, slots, first, q_len, head, parts, outputs, C)
+            late = (item > first_cta * size).to(gl.int32)
+            merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C)
 
 
 @gluon.jit
-def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, arrived, work, scale, softcap,
-                   C: gl.constexpr):  # fmt: skip
-    """Item after item of a portion: scores, weights, sums, and what is to be written; ``n`` counts blocks.
-
-    Source: chapter 04.
-    """
-    seq, head, block, left, line, begin, late, share, chunk = portion
+def attend_items(q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, work, scale, softcap, C: gl.constexpr):
+    """Item after item of this CTA's share: scores, weights, sums, and what is to be written. Source: chapter 04."""
+    size, share_begin, count, seq, head, block = share
     q_ptr, q_token, q_head = q
     M: gl.constexpr = C.M
     N: gl.constexpr = C.N
@@ -466,11 +286,11 @@ def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, ar
     W: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, M, gl.SliceLayout(1, W))
     columns = gl.arange(0, WIDE, gl.SliceLayout(0, W))
+    n = 0
+    left = count
     while left > 0:
         first, q_len, kv_len, low, blocks = lengths_of(seq, True, work, C)
-        own, over = parts_of(seq, blocks, chunk)
-        low += gl.where(line == 1, own, 0)
-        todo = gl.minimum(left, gl.where(line == 1, over, own) - block)
+        todo = gl.minimum(left, blocks - block)
         place = (first + rows // C.group).to(gl.int64) * q_token + (head * C.group + rows % C.group).to(
             gl.int64
         ) * q_head
@@ -503,26 +323,12 @@ def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, ar
             acc = warpgroup_mma_wait(0, deps=[acc])
             bar_arrive(V_FREE + stage, 128 + 32)
             n += 1
-        finish_item(acc, total, peak, (seq, head, block, line, begin, late, share, chunk), (own, over), (first, q_len),
-                    outputs, parts, arrived, work, C, O)  # fmt: skip
+        finish_item(acc, total, peak, (seq, head, share_begin + count - left, blocks, block), (size, share_begin),
+                    (first, q_len), outputs, parts, arrived, work, C, S, O)  # fmt: skip
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
-    return n
-
-
-@gluon.jit
-def attend(q, qb, kb, vb, k_full, v_full, ring, told_full, outputs, parts, arrived, work, scale, softcap,
-           C: gl.constexpr):  # fmt: skip
-    """Portion after portion, as they are announced. Source: chapter 04."""
-    portions = 0
-    n = gl.program_id(0) * 0
-    portion = hear(ring, told_full, portions, 4)
-    while portion[3] > 0:
-        n = attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, arrived, work, scale, softcap, C)
-        portions += 1
-        portion = hear(ring, told_full, portions, 4)
+            seq, head = next_item(seq, head, work, C)
 
 
 @counted
@@ -542,21 +348,17 @@ def flash_decoding_hopper_kernel(
     vb = gl.allocate_shared_memory(dtype, [C.stages, C.N, C.wide_v], V)
     k_full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], B)
     v_full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], B)
-    ring = gl.allocate_shared_memory(gl.int32, [RING * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full = gl.allocate_shared_memory(gl.int64, [RING, 1], B)
     for i in gl.static_range(C.stages + 0):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    for i in gl.static_range(RING):
-        mbarrier.init(told_full.index(i), count=1)
     work = (cu_q, used, batch, kv_heads)
+    share = share_of(work, C)
     q = (q_ptr, q_token, q_head)
     outputs = (out_ptr, lse_ptr, sink_ptr, out_token, out_head, lse_head)
     parts = (part_ptr, peak_ptr, total_ptr)
     table = (table_ptr, table_row)
-    taken = arrived + batch * kv_heads
     gl.warp_specialize([
-        (attend, (q, qb, kb, vb, k_full, v_full, ring, told_full, outputs, parts, arrived, work, scale, softcap, C)),
-        (load_keys, (k_desc, k_full, kb, ring, told_full, taken, table, work, C)),
-        (load_values, (v_desc, v_full, vb, ring, told_full, table, work, C)),
-    ], [1, 1], [LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        (attend_items, (q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, work, scale, softcap, C)),
+        (load_items, (k_desc, k_full, kb, share, table, work, K_FREE, C)),
+        (load_items, (v_desc, v_full, vb, share, table, work, V_FREE, C)),
+    ], [1, 1], [40, 40])  # fmt: skip

@@ -84,7 +84,7 @@ def launch(
 
     Source: chapter 04.
     """
-    from kvlab.flash_decoding._hopper import CHUNKS, LOG2E, DecodePlan, flash_decoding_hopper_kernel
+    from kvlab.flash_decoding._hopper import LOG2E, DecodePlan, flash_decoding_hopper_kernel
 
     (total_q, heads, dim), (_, block_size, kv_heads, dim_v) = q.shape, v_cache.shape
     batch, group = seqused_k.shape[0], heads // kv_heads
@@ -101,9 +101,8 @@ def launch(
     )  # fmt: skip
     most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
     programs = min(tile.ctas * multiprocessors(q.device), most)
-    pieces = (CHUNKS.value + 2) * programs + 2 * batch * kv_heads  # what lies between cuts, of shares and of chunks
-    slots = pieces * live
-    room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads + 1)
+    slots = 2 * programs * live
+    room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads)
     descs = [
         prefill.bounded_descriptor(x, plan.rows, 1, wide) for x, wide in ((k_cache, plan.wide), (v_cache, plan.wide_v))
     ]
