@@ -1114,7 +1114,7 @@ class TestOnHopper:
             testing.check_attention(on_hopper, case, device=ON, dtype=torch.bfloat16, max_seqlen_q=q_len)
 
     def test_lengths_shorter_than_a_share_and_none_at_all(self):
-        for lengths in ((1, 5, 17, 300, 0), (0, 0, 0), (1,), (65,) * 200, (100_000,)):
+        for lengths in ((1, 5, 17, 300, 0), (0, 0, 0), (1,), (65,) * 200, (300,) * 300, (100_000,)):
             case = case_of((1,) * len(lengths), lengths, num_heads=32, num_kv_heads=8, head_dim=128, padding="garbage")
             testing.check_attention(on_hopper, case, device=ON, dtype=torch.bfloat16, max_seqlen_q=1)
 
@@ -1183,8 +1183,8 @@ def test_what_the_hopper_kernel_refuses(change, reason):
 
 
 def test_the_hopper_kernels_tiles_fit():
-    for dim in (16, 40, 64, 96, 128, 200, 256):
-        tile = _hopper_launch.tiling(dim, dim)
+    for dim, keys in itertools.product((16, 40, 64, 96, 128, 200, 256), (1, 10**6)):
+        tile = _hopper_launch.tiling(dim, dim, keys)
         rows = 64 + tile.stages * tile.N  # queries and keys; then values
         needed = 2 * (rows * tile.wide + tile.stages * tile.N * tile.wide_v) + 512
         assert tile.ctas * (needed + 1024) <= 228 * 1024
@@ -1203,11 +1203,11 @@ def descriptor(block):
     layout = NVMMASharedLayout.get_default_for(block, bfloat16)
     return f"tensordesc<bf16{block},{layout!r}>"
 
-for dim, page, options in [
-    (128, 16, {}), (128, 64, dict(sinks=True, live=64, batch=4096)),
-    (256, 256, dict(left=300)), (64, 8, dict(softcap=True, right=0, live=16)),
+for dim, page, keys, options in [
+    (128, 16, 10**6, {}), (128, 64, 1, dict(sinks=True, live=64, batch=4096)),
+    (256, 256, 10**6, dict(left=300)), (64, 8, 10**6, dict(softcap=True, right=0, live=16, batch=128)),
 ]:
-    tile = _hopper_launch.tiling(dim, dim)
+    tile = _hopper_launch.tiling(dim, dim, keys)
     plan = DecodePlan(form="paged", group=5, share=1, dim=dim, dim_v=dim, causal=True, lse=True, block_size=page,
                       wide=tile.wide, wide_v=tile.wide_v, N=tile.N, stages=tile.stages, **options)
     types = {"k_desc": descriptor([1, 1, plan.rows, 1, plan.wide]), "scale": "fp32", "softcap": "fp32",

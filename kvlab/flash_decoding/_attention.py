@@ -110,7 +110,8 @@ def explain(
     if name == "hopper":
         from kvlab.flash_decoding import _hopper_launch
 
-        tile = _hopper_launch.tiling(q.shape[2], v_cache.shape[3])
+        keys = _hopper_launch.keys_of_multiprocessor(q, k_cache, batch, bounds[1])
+        tile = _hopper_launch.tiling(q.shape[2], v_cache.shape[3], keys)
         return Choice(name, f"{why}: split-KV, an equal share of all keys for each CTA{longer}", tile._asdict())
     config = _launch.configuration(
         q, k_cache, v_cache, batch=batch, max_seqlen_q=bounds[0], max_seqlen_k=bounds[1], causal=causal,

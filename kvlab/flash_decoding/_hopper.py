@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kvlab.flash_hopper._kernel import (
+    FIELDS,
     INF,
     LN2,
     LOG2E,
@@ -26,7 +27,9 @@ from kvlab.flash_hopper._kernel import (
     pages_of,
     rescale,
     softmax,
+    tell,
     thread_sum,
+    told,
     unpack,
 )
 from kvlab.runtime import counted
@@ -35,6 +38,8 @@ thread_barrier = gl.constexpr(gl.barrier if hasattr(gl, "barrier") else gl.threa
 # Named barriers: the compiler takes the first four, and six stages of K and of V the other twelve.
 K_FREE, V_FREE = gl.constexpr(4), gl.constexpr(10)
 ROWS = gl.constexpr(4)  # merged at a time
+# Blocks are left over where each CTA has ENOUGH, of items of LONG ones, and dealt out LEAST_CHUNK at a time, or more.
+ENOUGH, LONG, LEAST_CHUNK = gl.constexpr(16), gl.constexpr(64), gl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,35 @@ class DecodePlan(Plan):
     live: int = 4
 
     @property
+    def heard(self) -> int:
+        """Chunks that a CTA's warps may have heard of and not begun. Source: chapter 04."""
+        return self.stages + 2
+
+    @property
+    def looked(self) -> int:
+        """Sequences that a warp looks at together. Source: chapter 04."""
+        return min(self.batch, 128)
+
+    @property
     def consumers(self) -> int:
         """Warpgroups that compute: one keeps up with the memory. Source: chapter 04."""
         return 1
 
 
 # --- who reads which blocks ------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def after_the_kernel_before():
+    """Wait until all that earlier kernels wrote can be seen, and let the next kernel come as soon as there is room for
+    it: programmatic dependent launch, by which a launch costs no time of its own.
+
+    Source: chapter 04; PTX ISA, griddepcontrol.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -69,9 +97,9 @@ def lengths_of(seq, there, work, C: gl.constexpr):
     Source: chapter 04.
     """
     cu_q, used = work[0], work[1]
-    first = gl.load(cu_q + seq, mask=there, other=0)
-    q_len = gl.load(cu_q + seq + 1, mask=there, other=0) - first
-    kv_len = gl.load(used + seq, mask=there, other=0)
+    first = gl.load(cu_q + seq, mask=there, other=0, eviction_policy="evict_last")
+    q_len = gl.load(cu_q + seq + 1, mask=there, other=0, eviction_policy="evict_last") - first
+    kv_len = gl.load(used + seq, mask=there, other=0, eviction_policy="evict_last")
     low = kv_len * 0
     if C.left >= 0:
         low = gl.minimum(gl.maximum(kv_len - q_len - C.left, 0), gl.maximum(kv_len - 1, 0)) // C.N
@@ -87,9 +115,25 @@ def add(a, b):
 
 
 @gluon.jit
+def left_over(seq, blocks):
+    """How many blocks at the end of an item are dealt out later, where any are: a sixteenth of a long one, and all of
+    one in sixteen short ones.
+
+    Source: chapter 04; guided self-scheduling (Polychronopoulos and Kuck 1987).
+    """
+    return gl.where(blocks >= LONG, blocks // 16, gl.where(seq % 16 == 15, blocks, 0))
+
+
+@gluon.jit
+def parts_of(seq, blocks, chunk):
+    """An item's blocks in the line of shares, and in that of chunks. Source: chapter 04."""
+    over = gl.where(chunk > 0, left_over(seq, blocks), 0)
+    return blocks - over, over
+
+
+@gluon.jit
 def share_of(work, C: gl.constexpr):
-    """This CTA's share of the line: the length of a share, its own first block and number of blocks, and which
-    sequence, KV head and block of theirs it begins with.
+    """This CTA's share, as a portion (see ``find_chunk``), and the number of blocks left over.
 
     Source: chapter 04; stream-K, and FlashInfer's scheduler.
     """
@@ -97,21 +141,57 @@ def share_of(work, C: gl.constexpr):
     ALL: gl.constexpr = gl.BlockedLayout([C.batch // 128 if C.batch > 128 else 1], [32], [4], [0])
     seqs = gl.arange(0, C.batch, ALL)
     _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
-    ends = gl.associative_scan(blocks, 0, add) * kv_heads
-    total = gl.max(ends, 0)
-    share = gl.maximum(gl.cdiv(total, gl.num_programs(0)), 1)
-    begin = gl.program_id(0) * share
-    count = gl.maximum(gl.minimum(share, total - begin), 0)
-    before = ends <= begin
+    programs = gl.num_programs(0)
+    total = gl.sum(blocks, 0) * kv_heads
+    left = gl.sum(left_over(seqs, blocks), 0) * kv_heads
+    left = gl.where(total >= ENOUGH * programs, left, 0)
+    chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, programs // 2 + 1), LEAST_CHUNK), 0)
+    total -= left
+    share = gl.maximum(gl.cdiv(total, programs), 1)
+    at = gl.program_id(0) * share
+    own, over = parts_of(seqs, blocks, chunk)
+    before = gl.associative_scan(own, 0, add) * kv_heads <= at
     seq = gl.sum(before.to(gl.int32), 0)
-    rest = begin - gl.max(gl.where(before, ends, 0), 0)
-    each = gl.maximum(gl.sum(gl.where(seqs == seq, blocks, 0), 0), 1)
-    return share, begin, count, seq, rest // each, rest % each
+    begin = gl.sum(gl.where(before, own, 0), 0) * kv_heads
+    late = gl.sum(gl.where(before, over, 0), 0) * kv_heads
+    each = gl.maximum(gl.sum(gl.where(seqs == seq, own, 0), 0), 1)
+    rest = at - begin
+    count = gl.maximum(gl.minimum(share, total - at), 0)
+    return (seq, rest // each, rest % each, count, batch * 0, begin, late, share, chunk), left
 
 
 @gluon.jit
-def next_item(seq, head, work, C: gl.constexpr):
-    """The item after this one: the next KV head, or the first of the next sequence that has blocks.
+def find_chunk(at, count, share, chunk, work, C: gl.constexpr):
+    """The portion of ``count`` blocks from number ``at`` on of the line of chunks: its sequence, KV head and block of
+    theirs in that line; how many blocks; which line, 0 for shares and 1 for chunks; where the sequence begins in either
+    line; and the size of shares and of chunks.
+
+    Source: chapter 04.
+    """
+    batch, kv_heads = work[2], work[3]
+    ALL: gl.constexpr = gl.BlockedLayout([C.looked // 32], [32], [1], [0])
+    seq = at * 0
+    begin = at * 0
+    late = at * 0
+    for base in range(0, batch, C.looked):  # one warp looks at so many sequences together
+        seqs = base + gl.arange(0, C.looked, ALL)
+        _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
+        own, over = parts_of(seqs, blocks, chunk)
+        before = late + gl.associative_scan(over, 0, add) * kv_heads <= at
+        seq += gl.sum(before.to(gl.int32), 0)
+        begin += gl.sum(gl.where(before, own, 0), 0) * kv_heads
+        late += gl.sum(gl.where(before, over, 0), 0) * kv_heads
+    seq = gl.minimum(seq, batch - 1)
+    _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, True, work, C)
+    _own, over = parts_of(seq, blocks, chunk)
+    each = gl.maximum(over, 1)
+    return seq, (at - late) // each, (at - late) % each, count, batch * 0 + 1, begin, late, share, chunk
+
+
+@gluon.jit
+def next_item(seq, head, begin, late, line, chunk, work, C: gl.constexpr):
+    """The item after this one that has blocks in this line: the next KV head, or the first of a later sequence; and
+    where its sequence begins in either line.
 
     Source: chapter 04.
     """
@@ -119,26 +199,58 @@ def next_item(seq, head, work, C: gl.constexpr):
     head += 1
     if head == kv_heads:
         head = head * 0
-        seq += 1
-        _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-        while (blocks == 0) & (seq < batch):
+        more = head == 0
+        while more:
+            _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
+            own, over = parts_of(seq, blocks, chunk)
+            begin += own * kv_heads
+            late += over * kv_heads
             seq += 1
             _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-    return seq, head
+            own, over = parts_of(seq, blocks, chunk)
+            more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
+    return seq, head, begin, late
+
+
+# --- what the warps of a CTA tell each other --------------------------------------------------------------------------
+
+
+@gluon.jit
+def announce(ring, told_full, n, portion, C: gl.constexpr):
+    """Tell all warps what the CTA's n-th chunk is. The ring is long enough: when a chunk is announced, all warps have
+    begun all but the last ``stages`` + 1 before it, for a block of each was read.
+
+    Source: chapter 04.
+    """
+    for i in gl.static_range(FIELDS):
+        tell(ring, n % C.heard, portion[i], i)
+    mbarrier.arrive(told_full.index(n % C.heard), count=1)
+
+
+@gluon.jit
+def hear(ring, told_full, n, WARPS: gl.constexpr, C: gl.constexpr):
+    """Wait for the n-th chunk, and read what it is. Source: chapter 04."""
+    slot = n % C.heard
+    mbarrier.wait(told_full.index(slot), (n // C.heard) & 1)
+    portion = ()
+    for i in gl.static_range(FIELDS):
+        portion = portion + (told(ring, slot, i, WARPS),)  # type: ignore[assignment]  # noqa: RUF005
+    return portion
 
 
 # --- the warps that load ---------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_items(desc, full, buffers, share, table, work, FREE: gl.constexpr, C: gl.constexpr):
-    """Keep the copies of K, or of V, running ahead of the warps that compute. Source: chapter 04."""
-    _share, _begin, left, seq, head, block = share
+def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexpr, C: gl.constexpr):
+    """Start the copies of K, or of V, of one portion; ``n`` counts blocks. Source: chapter 04."""
+    seq, head, block, left, line, begin, late, _share, chunk = portion
     table_ptr, table_row = table
-    n = 0
     while left > 0:
         _first, _q_len, kv_len, low, blocks = lengths_of(seq, True, work, C)
-        todo = gl.minimum(left, blocks - block)
+        own, over = parts_of(seq, blocks, chunk)
+        low += gl.where(line == 1, own, 0)
+        todo = gl.minimum(left, gl.where(line == 1, over, own) - block)
         pages_ptr = table_ptr + seq.to(gl.int64) * table_row
         for i in range(todo):
             at = low + block + i
@@ -151,7 +263,53 @@ def load_items(desc, full, buffers, share, table, work, FREE: gl.constexpr, C: g
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head = next_item(seq, head, work, C)
+            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
+    return n
+
+
+@gluon.jit
+def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table, work, C: gl.constexpr):
+    """Keep the copies of K running ahead of the warps that compute: of this CTA's share, and then of chunks of what is
+    left over, which it takes and announces as long as there are any.
+
+    Source: chapter 04.
+    """
+    share, chunk = portion[7], portion[8]
+    chunks = left * 0
+    if chunk > 0:
+        chunks = gl.cdiv(left, chunk)
+    n = 0
+    heard = 0
+    more = (portion[3] > 0) | (chunks > 0)
+    while more:
+        n = load_portion(desc, full, buffers, portion, n, table, work, K_FREE, C)
+        at = left * 0
+        if chunks > 0:
+            number = gl.atomic_add(taken, 1)
+            if number == chunks + gl.num_programs(0) - 1:  # nobody comes after: ready for the next launch
+                gl.store(taken, 0)
+            at = number * chunk
+        count = gl.where(chunks > 0, gl.maximum(gl.minimum(chunk, left - at), 0), 0)
+        portion = find_chunk(at, count, share, chunk, work, C)
+        if chunks > 0:
+            announce(ring, told_full, heard, portion, C)
+        heard += 1
+        more = count > 0
+
+
+@gluon.jit
+def load_values(desc, full, buffers, ring, told_full, portion, table, work, C: gl.constexpr):
+    """The same copies of V. Source: chapter 04."""
+    n = 0
+    heard = 0
+    chunked = portion[8] > 0
+    more = (portion[3] > 0) | chunked
+    while more:
+        n = load_portion(desc, full, buffers, portion, n, table, work, V_FREE, C)
+        if chunked:
+            portion = hear(ring, told_full, heard, 1, C)
+            heard += 1
+        more = chunked & (portion[3] > 0)
 
 
 # --- the warps that compute ------------------------------------------------------------------------------------------
@@ -190,9 +348,21 @@ def write_out(acc, total, peak, rows, first, q_len, head, outputs, C: gl.constex
 
 
 @gluon.jit
-def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C: gl.constexpr):
-    """Add up the pieces of an item in the order of the line, each by the measure of its sums, and write its rows. Only
-    the first piece may not be the first of its CTA (``late``).
+def places_of(s, r, pieces, slots, q_len, PIECES: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
+              C: gl.constexpr):  # fmt: skip
+    """Where rows r, r + 1, … of pieces s, s + 1, … lie, [PIECES, ROWS], and whether they are there. Source: chapter 04."""
+    piece = s + gl.arange(0, PIECES, P)
+    rows = r + gl.arange(0, ROWS, R)
+    slot, own_pieces, late_slot = slots
+    lies = gl.where(piece < own_pieces, slot + piece, late_slot + piece - own_pieces)
+    there = (piece < pieces)[:, None] & (rows < gl.minimum(q_len * C.group, C.live))[None, :]
+    return lies[:, None] * C.live + rows[None, :], there
+
+
+@gluon.jit
+def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.constexpr):
+    """Add up the pieces of an item in the order of their keys, each by the measure of its sums, and write its rows.
+    ``slots``: where its first piece lies, how many lie there, and where the rest do.
 
     Source: chapter 04.
     """
@@ -205,28 +375,27 @@ def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C:
     D: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, A))
     OUT: gl.constexpr = gl.SliceLayout(0, A)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    W: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, ROWS], [0, 1])  # a row's weights: a thread has one piece's
     columns = gl.arange(0, WIDE, D)
     for r in range(0, q_len * C.group, ROWS):
-        rows = r + gl.arange(0, ROWS, R)
-        peak = gl.full([ROWS], -INF, gl.float32, R)
-        total = gl.zeros([ROWS], gl.float32, R)
+        peak = gl.full([ROWS], -INF, gl.float32, gl.SliceLayout(0, W))
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, W))
         acc = gl.zeros([ROWS, WIDE], gl.float32, OUT)
         for s in range(0, pieces, PIECES):
-            piece = s + gl.arange(0, PIECES, P)
-            slot = 2 * (first_cta + piece) + gl.where(piece == 0, late, 0)
-            at = slot[:, None] * C.live + gl.expand_dims(rows, 0)
-            there = (piece < pieces)[:, None] & gl.expand_dims(rows < gl.minimum(q_len * C.group, C.live), 0)
+            at, there = places_of(s, r, pieces, slots, q_len, PIECES, gl.SliceLayout(1, W),
+                                  gl.SliceLayout(0, W), C)  # fmt: skip
             peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
             totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+            at, there = places_of(s, r, pieces, slots, q_len, PIECES, P, R, C)
             place = gl.expand_dims(at.to(gl.int64) * C.dim_v, 2) + gl.expand_dims(gl.expand_dims(columns, 0), 0)
             mask = gl.expand_dims(there, 2) & gl.expand_dims(gl.expand_dims(columns < C.dim_v, 0), 0)
             part = gl.load(part_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
             new = gl.maximum(peak, gl.max(peaks, 0))
             safe = gl.where(new == -INF, 0.0, new)
-            weight = gl.exp2(peaks - gl.expand_dims(safe, 0))
+            weight = gl.exp2(peaks - safe[None, :])
             shrink = gl.exp2(peak - safe)
             total = total * shrink + gl.sum(weight * totals, 0)
-            added = gl.sum(part * gl.expand_dims(weight, 2), 0)
+            added = gl.sum(part * gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(2, A)), 2), 0)
             acc = acc * gl.expand_dims(gl.convert_layout(shrink, ROW), 1) + added
             peak = new
         write_out(acc, gl.convert_layout(total, ROW), gl.convert_layout(peak, ROW), r + gl.arange(0, ROWS, ROW), first,
@@ -234,47 +403,63 @@ def merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C:
 
 
 @gluon.jit
-def finish_item(acc, total, peak, place, share, lengths, outputs, parts, arrived, work, C: gl.constexpr,
-                S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Write an item's rows, or leave this CTA's piece of it, and merge all pieces if this one is the last to come. A
-    piece is left as sums and their measure: a log-sum-exp would round by its own size.
+def cuts(begin, blocks, size):
+    """In which share or chunk an item begins, and how many have a part of it. Source: chapter 04."""
+    size = gl.maximum(size, 1)
+    first = begin // size
+    return first, gl.where(blocks > 0, (begin + blocks - 1) // size - first + 1, 0)
+
+
+@gluon.jit
+def finish_item(acc, total, peak, portion, parted, lengths, outputs, parts, arrived, work, C: gl.constexpr,
+                O: gl.constexpr):  # fmt: skip
+    """Write an item's rows, or leave a piece of it, and merge all pieces if this one is the last to come. A piece is
+    left as sums and their measure: a log-sum-exp would round by its own size. Counting the items before it and the cuts
+    before it gives each piece a place of its own.
 
     Source: chapter 04.
     """
-    seq, head, begin, blocks, block = place
-    size, share_begin = share
+    seq, head, block, line, begin, late, share, chunk = portion
+    own, over = parted
     first, q_len = lengths
     part_ptr, peak_ptr, total_ptr = parts
     ROW: gl.constexpr = gl.SliceLayout(1, O)
     total = gl.convert_layout(gl.sum(total, 1), ROW)
     peak = gl.convert_layout(peak, ROW)
     rows = gl.arange(0, C.M, ROW)
-    item = begin - block  # where it begins in the line
-    first_cta = item // size
-    pieces = (item + blocks - 1) // size - first_cta + 1
-    if pieces == 1:
+    begin += head * own
+    late += head * over
+    cut, pieces = cuts(begin, own, share)
+    late_cut, late_pieces = cuts(late, over, chunk)
+    if pieces + late_pieces == 1:
         write_out(acc, total, peak, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
     else:
-        slot = 2 * gl.program_id(0) + (begin != share_begin).to(gl.int32)
+        item = seq * work[3] + head
+        late_slot = gl.num_programs(0) + work[2] * work[3] + item
+        mine = gl.where(line == 1, late_slot + (late + block) // gl.maximum(chunk, 1), item + (begin + block) // share)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
         live = rows < gl.minimum(q_len * C.group, C.live)  # a bound that was too small does not write outside
-        at = slot * C.live + rows
+        at = mine * C.live + rows
         mask = live[:, None] & (columns < C.dim_v)[None, :]
         gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], acc, mask=mask)
         gl.store(peak_ptr + at, peak, mask=live)
         gl.store(total_ptr + at, total, mask=live)
         thread_barrier()  # all of this CTA's numbers are written before it counts itself
-        counter = arrived + seq * work[3] + head
-        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces - 1:
+        counter = arrived + item
+        if gl.atomic_add(counter, 1, sem="acq_rel") == pieces + late_pieces - 1:
             gl.store(counter, 0)  # for the next launch
-            late = (item > first_cta * size).to(gl.int32)
-            merge_pieces(pieces, first_cta, late, first, q_len, head, parts, outputs, C)
+            slots = (item + cut, pieces, late_slot + late_cut)
+            merge_pieces(pieces + late_pieces, slots, first, q_len, head, parts, outputs, C)
 
 
 @gluon.jit
-def attend_items(q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, work, scale, softcap, C: gl.constexpr):
-    """Item after item of this CTA's share: scores, weights, sums, and what is to be written. Source: chapter 04."""
-    size, share_begin, count, seq, head, block = share
+def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, arrived, work, scale, softcap,
+                   C: gl.constexpr):  # fmt: skip
+    """Item after item of a portion: scores, weights, sums, and what is to be written; ``n`` counts blocks.
+
+    Source: chapter 04.
+    """
+    seq, head, block, left, line, begin, late, share, chunk = portion
     q_ptr, q_token, q_head = q
     M: gl.constexpr = C.M
     N: gl.constexpr = C.N
@@ -286,11 +471,11 @@ def attend_items(q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, 
     W: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, M, gl.SliceLayout(1, W))
     columns = gl.arange(0, WIDE, gl.SliceLayout(0, W))
-    n = 0
-    left = count
     while left > 0:
         first, q_len, kv_len, low, blocks = lengths_of(seq, True, work, C)
-        todo = gl.minimum(left, blocks - block)
+        own, over = parts_of(seq, blocks, chunk)
+        low += gl.where(line == 1, own, 0)
+        todo = gl.minimum(left, gl.where(line == 1, over, own) - block)
         place = (first + rows // C.group).to(gl.int64) * q_token + (head * C.group + rows % C.group).to(
             gl.int64
         ) * q_head
@@ -323,12 +508,29 @@ def attend_items(q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, 
             acc = warpgroup_mma_wait(0, deps=[acc])
             bar_arrive(V_FREE + stage, 128 + 32)
             n += 1
-        finish_item(acc, total, peak, (seq, head, share_begin + count - left, blocks, block), (size, share_begin),
-                    (first, q_len), outputs, parts, arrived, work, C, S, O)  # fmt: skip
+        finish_item(acc, total, peak, (seq, head, block, line, begin, late, share, chunk), (own, over), (first, q_len),
+                    outputs, parts, arrived, work, C, O)  # fmt: skip
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head = next_item(seq, head, work, C)
+            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
+    return n
+
+
+@gluon.jit
+def attend(q, qb, kb, vb, k_full, v_full, ring, told_full, portion, outputs, parts, arrived, work, scale, softcap,
+           C: gl.constexpr):  # fmt: skip
+    """The CTA's share, and then chunk after chunk as they are announced. Source: chapter 04."""
+    n = 0
+    heard = 0
+    chunked = portion[8] > 0
+    more = (portion[3] > 0) | chunked
+    while more:
+        n = attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, arrived, work, scale, softcap, C)
+        if chunked:
+            portion = hear(ring, told_full, heard, 4, C)
+            heard += 1
+        more = chunked & (portion[3] > 0)
 
 
 @counted
@@ -348,17 +550,24 @@ def flash_decoding_hopper_kernel(
     vb = gl.allocate_shared_memory(dtype, [C.stages, C.N, C.wide_v], V)
     k_full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], B)
     v_full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], B)
+    ring = gl.allocate_shared_memory(gl.int32, [C.heard * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told_full = gl.allocate_shared_memory(gl.int64, [C.heard, 1], B)
     for i in gl.static_range(C.stages + 0):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+    for i in gl.static_range(C.heard + 0):
+        mbarrier.init(told_full.index(i), count=1)
+    after_the_kernel_before()
     work = (cu_q, used, batch, kv_heads)
-    share = share_of(work, C)
+    share, left = share_of(work, C)
     q = (q_ptr, q_token, q_head)
     outputs = (out_ptr, lse_ptr, sink_ptr, out_token, out_head, lse_head)
     parts = (part_ptr, peak_ptr, total_ptr)
     table = (table_ptr, table_row)
+    taken = arrived + batch * kv_heads
     gl.warp_specialize([
-        (attend_items, (q, qb, kb, vb, k_full, v_full, share, outputs, parts, arrived, work, scale, softcap, C)),
-        (load_items, (k_desc, k_full, kb, share, table, work, K_FREE, C)),
-        (load_items, (v_desc, v_full, vb, share, table, work, V_FREE, C)),
+        (attend, (q, qb, kb, vb, k_full, v_full, ring, told_full, share, outputs, parts, arrived, work, scale, softcap,
+                  C)),
+        (load_keys, (k_desc, k_full, kb, ring, told_full, taken, share, left, table, work, C)),
+        (load_values, (v_desc, v_full, vb, ring, told_full, share, table, work, C)),
     ], [1, 1], [40, 40])  # fmt: skip

@@ -15,6 +15,7 @@ from kvlab.runtime import triton
 
 LEAST_BATCH = 32  # sequences that a warp looks at together
 LEAST_LIVE = 4
+FEW_KEYS = 512
 REGISTERS = 65536  # of a multiprocessor
 THREADS = 256  # that a CTA has registers for: four warps that compute, and a warpgroup for the two that load
 
@@ -45,7 +46,8 @@ def refusal(
 class Tiling(NamedTuple):
     """Tile sizes, and how many CTAs share a multiprocessor.
 
-    Shapes and units: ``wide``, ``wide_v`` the padded head sizes, ``N`` keys of a block, ``stages`` blocks of K and of V.
+    Shapes and units: ``wide``, ``wide_v`` the padded head sizes, ``N`` keys of a block, ``stages`` blocks of K
+    and of V.
 
     Source: chapter 04.
     """
@@ -62,15 +64,24 @@ class Tiling(NamedTuple):
         return REGISTERS // (THREADS * self.ctas) if self.ctas > 1 else None
 
 
-def tiling(dim: int, dim_v: int) -> Tiling:
+def tiling(dim: int, dim_v: int, keys: int) -> Tiling:
     """The tiles for a head size: as many stages as the shared memory holds, so that loads run far ahead. Two CTAs share
-    a multiprocessor where they fit: while one waits for its tensor cores or for a maximum, the other computes.
+    a multiprocessor where they fit: while one waits for its tensor cores or for a maximum, the other computes. But few
+    keys are read before that matters, and one CTA leaves fewer pieces to merge.
+
+    Shapes and units: ``keys`` that a multiprocessor reads, at most.
 
     Source: chapter 04.
     """
     wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
-    n, stages, ctas = {64: (128, 3, 2), 128: (64, 3, 2), 256: (64, 3, 1)}[max(wide, wide_v)]
+    few = (64, 6, 1) if keys <= FEW_KEYS else (64, 3, 2)
+    n, stages, ctas = {64: (128, 3, 2), 128: few, 256: (64, 3, 1)}[max(wide, wide_v)]
     return Tiling(wide, wide_v, n, stages, ctas)
+
+
+def keys_of_multiprocessor(q: Tensor, k_cache: Tensor, batch: int, max_seqlen_k: int) -> int:
+    """Keys that a multiprocessor reads at most, by the bounds. Shapes and units: as ``launch``. Source: chapter 04."""
+    return batch * k_cache.shape[2] * max_seqlen_k // multiprocessors(q.device)
 
 
 def launch(
@@ -92,7 +103,7 @@ def launch(
         return
     left, right = (min(w, prefill.FAR) for w in window_size)
     live = triton.next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
-    tile = tiling(dim, dim_v)
+    tile = tiling(dim, dim_v, keys_of_multiprocessor(q, k_cache, batch, max_seqlen_k))
     plan = DecodePlan(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
@@ -101,8 +112,8 @@ def launch(
     )  # fmt: skip
     most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
     programs = min(tile.ctas * multiprocessors(q.device), most)
-    slots = 2 * programs * live
-    room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads)
+    slots = 2 * (programs + batch * kv_heads) * live  # no more pieces than items and cuts, in either line
+    room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads + 1)
     descs = [
         prefill.bounded_descriptor(x, plan.rows, 1, wide) for x, wide in ((k_cache, plan.wide), (v_cache, plan.wide_v))
     ]
@@ -111,5 +122,5 @@ def launch(
             q, *descs, out, lse, sinks, block_table, cu_seqlens_q, seqused_k, room[2 * slots :], room, room[slots:],
             arrived, block_table.stride(0), *q.stride()[:2], *out.stride()[:2], 0 if lse is None else lse.stride(0),
             batch, kv_heads, softmax_scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
-            maxnreg=tile.maxnreg,
+            maxnreg=tile.maxnreg, launch_pdl=True,
         )  # fmt: skip
