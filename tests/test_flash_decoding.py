@@ -1205,7 +1205,8 @@ def descriptor(block):
 
 for dim, page, keys, options in [
     (128, 16, 10**6, {}), (128, 64, 1, dict(sinks=True, live=64, batch=4096)),
-    (256, 256, 10**6, dict(left=300)), (64, 8, 10**6, dict(softcap=True, right=0, live=16, batch=128)),
+    (256, 256, 10**6, dict(left=300, chunked=True)),
+    (64, 8, 10**6, dict(softcap=True, right=0, live=16, batch=128, chunked=True)),
 ]:
     tile = _hopper_launch.tiling(dim, dim, keys)
     plan = DecodePlan(form="paged", group=5, share=1, dim=dim, dim_v=dim, causal=True, lse=True, block_size=page,

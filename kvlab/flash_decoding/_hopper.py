@@ -37,9 +37,9 @@ from kvlab.runtime import counted
 thread_barrier = gl.constexpr(gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier)
 # Named barriers: the compiler takes the first four, and six stages of K and of V the other twelve.
 K_FREE, V_FREE = gl.constexpr(4), gl.constexpr(10)
-ROWS = gl.constexpr(4)  # merged at a time
-# Blocks are left over where each CTA has ENOUGH, of items of LONG ones, and dealt out LEAST_CHUNK at a time, or more.
-ENOUGH, LONG, LEAST_CHUNK = gl.constexpr(16), gl.constexpr(64), gl.constexpr(8)
+# Blocks are left over where each CTA has ENOUGH, of items of LONG ones. They are dealt out in so many CHUNKS for each
+# CTA or fewer, of LEAST_CHUNK blocks or more.
+ENOUGH, LONG, CHUNKS, LEAST_CHUNK = gl.constexpr(16), gl.constexpr(64), gl.constexpr(4), gl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,23 @@ class DecodePlan(Plan):
     """Everything about a launch that is compiled in; ``group`` may be any number here.
 
     Shapes and units: as ``Plan``; ``batch`` bounds the sequences, a power of two of 32 or more; ``live`` the rows of
-    one item, a power of two of ``ROWS`` or more.
+    one item, a power of two of 4 or more; ``chunked`` whether there may be enough blocks to leave some over.
 
     Source: chapter 04.
     """
 
     batch: int = 32
     live: int = 4
+    chunked: bool = False
+
+    @property
+    def merged(self) -> tuple[int, int]:
+        """How many pieces, and rows of them, are merged at a time: as much as a thread has registers for.
+
+        Source: chapter 04.
+        """
+        rows = min(self.live, 16)
+        return 128 * 128 // (rows * max(128, self.wide_v)), rows
 
     @property
     def heard(self) -> int:
@@ -125,9 +135,11 @@ def left_over(seq, blocks):
 
 
 @gluon.jit
-def parts_of(seq, blocks, chunk):
+def parts_of(seq, blocks, chunk, C: gl.constexpr):
     """An item's blocks in the line of shares, and in that of chunks. Source: chapter 04."""
-    over = gl.where(chunk > 0, left_over(seq, blocks), 0)
+    over = blocks * 0
+    if C.chunked:
+        over = gl.where(chunk > 0, left_over(seq, blocks), 0)
     return blocks - over, over
 
 
@@ -143,17 +155,21 @@ def share_of(work, C: gl.constexpr):
     _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
     programs = gl.num_programs(0)
     total = gl.sum(blocks, 0) * kv_heads
-    left = gl.sum(left_over(seqs, blocks), 0) * kv_heads
-    left = gl.where(total >= ENOUGH * programs, left, 0)
-    chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, programs // 2 + 1), LEAST_CHUNK), 0)
-    total -= left
+    left = total * 0
+    chunk = total * 0
+    if C.chunked:
+        left = gl.where(total >= ENOUGH * programs, gl.sum(left_over(seqs, blocks), 0) * kv_heads, 0)
+        chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, CHUNKS * programs), LEAST_CHUNK), 0)
+        total -= left
     share = gl.maximum(gl.cdiv(total, programs), 1)
     at = gl.program_id(0) * share
-    own, over = parts_of(seqs, blocks, chunk)
+    own, over = parts_of(seqs, blocks, chunk, C)
     before = gl.associative_scan(own, 0, add) * kv_heads <= at
     seq = gl.sum(before.to(gl.int32), 0)
     begin = gl.sum(gl.where(before, own, 0), 0) * kv_heads
-    late = gl.sum(gl.where(before, over, 0), 0) * kv_heads
+    late = total * 0
+    if C.chunked:
+        late = gl.sum(gl.where(before, over, 0), 0) * kv_heads
     each = gl.maximum(gl.sum(gl.where(seqs == seq, own, 0), 0), 1)
     rest = at - begin
     count = gl.maximum(gl.minimum(share, total - at), 0)
@@ -173,17 +189,19 @@ def find_chunk(at, count, share, chunk, work, C: gl.constexpr):
     seq = at * 0
     begin = at * 0
     late = at * 0
+    passed = at * 0
     for base in range(0, batch, C.looked):  # one warp looks at so many sequences together
         seqs = base + gl.arange(0, C.looked, ALL)
         _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
-        own, over = parts_of(seqs, blocks, chunk)
-        before = late + gl.associative_scan(over, 0, add) * kv_heads <= at
+        own, over = parts_of(seqs, blocks, chunk, C)
+        before = passed + gl.associative_scan(over, 0, add) * kv_heads <= at
+        passed += gl.sum(over, 0) * kv_heads
         seq += gl.sum(before.to(gl.int32), 0)
         begin += gl.sum(gl.where(before, own, 0), 0) * kv_heads
         late += gl.sum(gl.where(before, over, 0), 0) * kv_heads
     seq = gl.minimum(seq, batch - 1)
     _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, True, work, C)
-    _own, over = parts_of(seq, blocks, chunk)
+    _own, over = parts_of(seq, blocks, chunk, C)
     each = gl.maximum(over, 1)
     return seq, (at - late) // each, (at - late) % each, count, batch * 0 + 1, begin, late, share, chunk
 
@@ -202,12 +220,12 @@ def next_item(seq, head, begin, late, line, chunk, work, C: gl.constexpr):
         more = head == 0
         while more:
             _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk)
+            own, over = parts_of(seq, blocks, chunk, C)
             begin += own * kv_heads
             late += over * kv_heads
             seq += 1
             _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk)
+            own, over = parts_of(seq, blocks, chunk, C)
             more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
     return seq, head, begin, late
 
@@ -248,7 +266,7 @@ def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexp
     table_ptr, table_row = table
     while left > 0:
         _first, _q_len, kv_len, low, blocks = lengths_of(seq, True, work, C)
-        own, over = parts_of(seq, blocks, chunk)
+        own, over = parts_of(seq, blocks, chunk, C)
         low += gl.where(line == 1, own, 0)
         todo = gl.minimum(left, gl.where(line == 1, over, own) - block)
         pages_ptr = table_ptr + seq.to(gl.int64) * table_row
@@ -283,18 +301,20 @@ def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table,
     more = (portion[3] > 0) | (chunks > 0)
     while more:
         n = load_portion(desc, full, buffers, portion, n, table, work, K_FREE, C)
-        at = left * 0
-        if chunks > 0:
-            number = gl.atomic_add(taken, 1)
-            if number == chunks + gl.num_programs(0) - 1:  # nobody comes after: ready for the next launch
-                gl.store(taken, 0)
-            at = number * chunk
-        count = gl.where(chunks > 0, gl.maximum(gl.minimum(chunk, left - at), 0), 0)
-        portion = find_chunk(at, count, share, chunk, work, C)
-        if chunks > 0:
-            announce(ring, told_full, heard, portion, C)
-        heard += 1
-        more = count > 0
+        more = chunks > 0
+        if C.chunked:
+            at = left * 0
+            if more:
+                number = gl.atomic_add(taken, 1)
+                if number == chunks + gl.num_programs(0) - 1:  # nobody comes after: ready for the next launch
+                    gl.store(taken, 0)
+                at = number * chunk
+            count = gl.where(more, gl.maximum(gl.minimum(chunk, left - at), 0), 0)
+            portion = find_chunk(at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails there
+            if more:
+                announce(ring, told_full, heard, portion, C)
+            heard += 1
+            more = count > 0
 
 
 @gluon.jit
@@ -306,10 +326,12 @@ def load_values(desc, full, buffers, ring, told_full, portion, table, work, C: g
     more = (portion[3] > 0) | chunked
     while more:
         n = load_portion(desc, full, buffers, portion, n, table, work, V_FREE, C)
-        if chunked:
-            portion = hear(ring, told_full, heard, 1, C)
-            heard += 1
-        more = chunked & (portion[3] > 0)
+        more = chunked
+        if C.chunked:
+            if chunked:
+                portion = hear(ring, told_full, heard, 1, C)
+                heard += 1
+            more = chunked & (portion[3] > 0)
 
 
 # --- the warps that compute ------------------------------------------------------------------------------------------
@@ -348,9 +370,9 @@ def write_out(acc, total, peak, rows, first, q_len, head, outputs, C: gl.constex
 
 
 @gluon.jit
-def places_of(s, r, pieces, slots, q_len, PIECES: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
+def places_of(s, r, pieces, slots, q_len, PIECES: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
               C: gl.constexpr):  # fmt: skip
-    """Where rows r, r + 1, … of pieces s, s + 1, … lie, [PIECES, ROWS], and whether they are there. Source: chapter 04."""
+    """Where rows from r on of pieces from s on lie, [PIECES, ROWS], and whether they are there. Source: chapter 04."""
     piece = s + gl.arange(0, PIECES, P)
     rows = r + gl.arange(0, ROWS, R)
     slot, own_pieces, late_slot = slots
@@ -368,25 +390,28 @@ def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.conste
     """
     part_ptr, peak_ptr, total_ptr = parts
     WIDE: gl.constexpr = C.wide_v
-    PIECES: gl.constexpr = 4096 // WIDE if WIDE > 128 else 32  # at a time: as many as a thread has registers for
-    A: gl.constexpr = gl.BlockedLayout([PIECES, 1, WIDE // 32], [1, 1, 32], [1, ROWS, 1], [2, 1, 0])
+    PIECES: gl.constexpr = C.merged[0]
+    ROWS: gl.constexpr = C.merged[1]
+    A: gl.constexpr = gl.BlockedLayout([PIECES, ROWS // 4, WIDE // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
     P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, A))
     R: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, A))
     D: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, A))
     OUT: gl.constexpr = gl.SliceLayout(0, A)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    W: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, ROWS], [0, 1])  # a row's weights: a thread has one piece's
+    W: gl.constexpr = gl.BlockedLayout(
+        [1, ROWS // 4], [32, 1], [1, 4], [0, 1]
+    )  # a row's weights: a thread has one piece's
     columns = gl.arange(0, WIDE, D)
     for r in range(0, q_len * C.group, ROWS):
         peak = gl.full([ROWS], -INF, gl.float32, gl.SliceLayout(0, W))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, W))
         acc = gl.zeros([ROWS, WIDE], gl.float32, OUT)
         for s in range(0, pieces, PIECES):
-            at, there = places_of(s, r, pieces, slots, q_len, PIECES, gl.SliceLayout(1, W),
+            at, there = places_of(s, r, pieces, slots, q_len, PIECES, ROWS, gl.SliceLayout(1, W),
                                   gl.SliceLayout(0, W), C)  # fmt: skip
             peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
             totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-            at, there = places_of(s, r, pieces, slots, q_len, PIECES, P, R, C)
+            at, there = places_of(s, r, pieces, slots, q_len, PIECES, ROWS, P, R, C)
             place = gl.expand_dims(at.to(gl.int64) * C.dim_v, 2) + gl.expand_dims(gl.expand_dims(columns, 0), 0)
             mask = gl.expand_dims(there, 2) & gl.expand_dims(gl.expand_dims(columns < C.dim_v, 0), 0)
             part = gl.load(part_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
@@ -473,7 +498,7 @@ def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, ar
     columns = gl.arange(0, WIDE, gl.SliceLayout(0, W))
     while left > 0:
         first, q_len, kv_len, low, blocks = lengths_of(seq, True, work, C)
-        own, over = parts_of(seq, blocks, chunk)
+        own, over = parts_of(seq, blocks, chunk, C)
         low += gl.where(line == 1, own, 0)
         todo = gl.minimum(left, gl.where(line == 1, over, own) - block)
         place = (first + rows // C.group).to(gl.int64) * q_token + (head * C.group + rows % C.group).to(
@@ -527,10 +552,12 @@ def attend(q, qb, kb, vb, k_full, v_full, ring, told_full, portion, outputs, par
     more = (portion[3] > 0) | chunked
     while more:
         n = attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, arrived, work, scale, softcap, C)
-        if chunked:
-            portion = hear(ring, told_full, heard, 4, C)
-            heard += 1
-        more = chunked & (portion[3] > 0)
+        more = chunked
+        if C.chunked:
+            if chunked:
+                portion = hear(ring, told_full, heard, 4, C)
+                heard += 1
+            more = chunked & (portion[3] > 0)
 
 
 @counted

@@ -95,7 +95,7 @@ def launch(
 
     Source: chapter 04.
     """
-    from kvlab.flash_decoding._hopper import LOG2E, DecodePlan, flash_decoding_hopper_kernel
+    from kvlab.flash_decoding._hopper import CHUNKS, ENOUGH, LOG2E, DecodePlan, flash_decoding_hopper_kernel
 
     (total_q, heads, dim), (_, block_size, kv_heads, dim_v) = q.shape, v_cache.shape
     batch, group = seqused_k.shape[0], heads // kv_heads
@@ -104,15 +104,16 @@ def launch(
     left, right = (min(w, prefill.FAR) for w in window_size)
     live = triton.next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
     tile = tiling(dim, dim_v, keys_of_multiprocessor(q, k_cache, batch, max_seqlen_k))
+    blocks = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), tile.N)  # at most
+    programs = min(tile.ctas * multiprocessors(q.device), blocks)
     plan = DecodePlan(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
         batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
-        stages=tile.stages,
+        stages=tile.stages, chunked=blocks >= ENOUGH.value * programs,
     )  # fmt: skip
-    most = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), plan.N)
-    programs = min(tile.ctas * multiprocessors(q.device), most)
-    slots = 2 * (programs + batch * kv_heads) * live  # no more pieces than items and cuts, in either line
+    pieces = (2 + CHUNKS.value) * programs + 2 * batch * kv_heads  # no more than items and cuts, in either line
+    slots = pieces * live
     room, arrived = reserve(q.device, slots * (dim_v + 2), batch * kv_heads + 1)
     descs = [
         prefill.bounded_descriptor(x, plan.rows, 1, wide) for x, wide in ((k_cache, plan.wide), (v_cache, plan.wide_v))
