@@ -1149,7 +1149,10 @@ class TestOnHopper:
     def test_a_reader_is_told(self):
         inputs = case_of((1, 1), (100, 200), head_dim=64).build(device=ON, dtype=torch.bfloat16)
         assert inputs.call(flash_decoding.explain, impl="hopper").impl == "hopper"
-        assert inputs.call(flash_decoding.explain).impl == "triton"
+        assert inputs.call(flash_decoding.explain).impl == "hopper"
+        other = inputs.call(flash_decoding.explain, num_splits=2)
+        assert (other.impl, other.why.split(": split-KV")[0]) == (
+            "triton", "hopper refuses: the splits are given, and it deals them out itself")  # fmt: skip
         with pytest.raises(ValueError, match="the splits are given"):
             inputs.call(attention, impl="hopper", num_splits=2)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvlab import flash_decoding, paged, reference, runtime
+from kvlab import flash_decoding, flash_hopper, paged, reference, runtime
 from kvlab.bench import Record, Session, measure, rotations
 from kvlab.bench._entrants import Entrant, admit, compete
 from kvlab.bench._peers import Call, Peer, find
@@ -24,6 +24,7 @@ from kvlab.bench.ceilings import _read_kernels
 
 Shape = dict[str, int | float | str]
 Pool = tuple[Tensor, Tensor]
+K = 1024
 
 
 def run(session: Session) -> Iterator[Record]:
@@ -31,7 +32,7 @@ def run(session: Session) -> Iterator[Record]:
 
     Shapes and units: ``bytes`` of a shape are those of live K and V, once a KV head; GB/s are of these. ``L`` keys of
     each sequence (the longest, with ``sequences`` "log-normal"), ``P`` the page size and ``q_len`` new tokens.
-        decode.read        GB/s of kernels that only read: the best is the ceiling
+        decode.read        GB/s of kernels that only read, of several sizes: the best is the ceiling
         decode.table       GB/s of each implementation, replayed in a CUDA graph
         decode.contiguous  the same beside implementations that need a contiguous cache
         decode.splits      GB/s for each ``num_splits``; 0 is the balanced rule
@@ -185,7 +186,8 @@ class Expected:
 def own(session: Session) -> dict[str, str]:
     """kvlab's implementations that can run here, by the name in the records. Source: chapter 04."""
     if session.on_gpu:
-        return {"kvlab": "triton", "kvlab hopper": "hopper"}
+        hopper = {"kvlab hopper": "hopper"} if flash_hopper.unavailable(session.device) is None else {}
+        return {**hopper, "kvlab triton": "triton"}
     kinds = {"kvlab torch": "torch"}
     if session.quick and runtime.can_launch(session.device):
         kinds["kvlab triton"] = "triton"
@@ -206,9 +208,13 @@ def _entrants(
     return [e._replace(fn=lambda i: ready[i % len(ready)].run()) for e in found]
 
 
-def _own(session: Session, inputs: Inputs, expected: Expected, suffix: str = "", **options: object) -> list[Entrant]:
+def _own(
+    session: Session, inputs: Inputs, expected: Expected, suffix: str = "", but: str = "", **options: object
+) -> list[Entrant]:
     found = []
     for name, impl in own(session).items():
+        if impl == but:
+            continue
         given = {"impl": impl, **options}
 
         def calls(given: dict[str, object] = given) -> list[Call]:
@@ -242,11 +248,6 @@ def _rates(session: Session, bench: str, inputs: Inputs, entrants: Sequence[Entr
         )  # fmt: skip
 
 
-def _clear(session: Session) -> None:
-    if session.on_gpu:
-        torch.cuda.empty_cache()
-
-
 def _fits(session: Session, work: Work, times: int = 1) -> bool:
     """Whether the caches fit beside what float64 needs to check them."""
     if not session.on_gpu:
@@ -262,30 +263,57 @@ def _fits(session: Session, work: Work, times: int = 1) -> bool:
 
 
 def _read(session: Session) -> Iterator[Record]:
-    """The best of several kernels that only read, found by one measurement each and then raced."""
-    nbytes = 1 << 32 if session.on_gpu else 1 << 18 if session.quick else 1 << 26
-    seed = torch.randn(min(nbytes // 4, 1 << 24), device=session.device)
-    source = seed.repeat(nbytes // 4 // seed.numel())
+    """Kernels that only read, the best few of many by one measurement each, raced at several sizes: what no kernel that
+    reads as much can be much faster than."""
+    sizes = [1 << 18] if session.quick else [1 << 32, 1 << 29, 1 << 27, 1 << 24] if session.on_gpu else [1 << 26]
+    seed = torch.randn(min(sizes[0] // 4, 1 << 24), device=session.device)
+    source = seed.repeat(sizes[0] // 4 // seed.numel())
     partial = torch.empty(source.numel() // 1024 + 4096, device=session.device)
-    session.note(f"decode.read {nbytes} bytes")
-    ways: dict[str, Callable[[int], object]] = {
-        "torch sum": lambda i: source.sum(), "torch amax": lambda i: source.amax()
-    }  # fmt: skip
+    ways: dict[str, Callable[[Tensor], object]] = {"torch sum": lambda x: x.sum(), "torch amax": lambda x: x.amax()}
     if runtime.can_launch(session.device) and session.on_gpu:
-        times: dict[str, float] = {}
-        candidates: dict[str, Callable[[int], object]] = {}
-        for name, multiple, launch in _read_kernels(session):
-            if nbytes % multiple == 0:
-                candidates[name] = lambda i, launch=launch: launch(source, partial)  # type: ignore[misc]
-                timing = measure(candidates[name], device=session.device, seconds=0.02, min_count=3)
-                times[name] = timing.ms
-        ways |= {name: candidates[name] for name in sorted(times, key=times.__getitem__)[:4]}
-    entrants = [Entrant(name, torch.__version__ if "torch" in name else None, fn, 0.0) for name, fn in ways.items()]  # type: ignore[arg-type]
-    for name, (entrant, timing) in compete(session, entrants, seconds=0.3).items():
-        yield session.record(
-            "decode.read", name, nbytes / timing.seconds / 1e9, "GB/s", shape={"bytes": nbytes}, dtype="float32",
-            timing=timing, version=entrant.version,
-        )  # fmt: skip
+        found: dict[str, Callable[[Tensor], object]] = {
+            name: lambda x, launch=launch: launch(x, partial)  # type: ignore[misc]
+            for name, multiple, launch in _read_kernels(session) if sizes[-1] % multiple == 0
+        }  # fmt: skip
+        times = {
+            name: measure(lambda i, way=way: way(source), device=session.device, seconds=0.02, min_count=3).ms  # type: ignore[misc]
+            for name, way in found.items()
+        }
+        ways |= {name: found[name] for name in sorted(times, key=times.__getitem__)[:4]}
+    for nbytes in sizes:
+        session.note(f"decode.read {nbytes} bytes")
+        parts = source.split(nbytes // 4)[: rotations(nbytes, session.device)]
+        entrants = [
+            Entrant(name, torch.__version__ if "torch" in name else None,
+                    lambda i, way=way, parts=parts: way(parts[i % len(parts)]), 0.0)  # type: ignore[misc, arg-type]
+            for name, way in ways.items()
+        ]  # fmt: skip
+        graph = len(parts) if session.on_gpu else 0
+        for name, (entrant, timing) in compete(session, entrants, seconds=0.2, graph=graph).items():
+            yield session.record(
+                "decode.read", name, nbytes / timing.seconds / 1e9, "GB/s", shape={"bytes": nbytes}, dtype="float32",
+                timing=timing, version=entrant.version,
+            )  # fmt: skip
+
+
+def _each(
+    session: Session, bench: str, works: Sequence[Work], one: Callable[[Session, Work], Iterator[Record]],
+    times: int = 1,
+) -> Iterator[Record]:  # fmt: skip
+    """Measure shape after shape, those whose caches fit so many times over."""
+    for work in works:
+        session.note(f"{bench} {work}")
+        if _fits(session, work, times):
+            yield from one(session, work)
+        if session.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _sized(session: Session, works: Sequence[Work], quick: Work | None = None) -> Sequence[Work]:
+    """These shapes, or a small one where there is no GPU, and a tiny one in a quick session."""
+    if session.quick:
+        return [quick or Work(1, 40, 4, 2, 16)]
+    return works if session.on_gpu else [Work(1, 1024, 8, 2, 64)]
 
 
 def works(session: Session) -> list[Work]:
@@ -295,21 +323,16 @@ def works(session: Session) -> list[Work]:
         return [Work(1, 48, 4, 2, 16), Work(2, 20, 4, 2, 16, 8, 3), Work(3, 40, 4, 2, 16, lengths=ragged)]
     if not session.on_gpu:
         return [Work(1, 1024, 8, 2, 64), Work(4, 512, 8, 2, 64)]
-    k = 1024
-    plain = [Work(1, 4 * k), Work(8, 4 * k), Work(1, 32 * k), Work(1, 128 * k), Work(4, 32 * k), Work(32, 32 * k),
-             Work(128, 2 * k)]  # fmt: skip
-    heads = [Work(32, 32 * k, 32, 1), Work(8, 32 * k, 28, 4), Work(8, 32 * k, size=64)]
-    pages = [Work(8, 32 * k, block_size=n) for n in (1, 16, 64, 256)]
-    ragged = ragged_lengths(64, 128 * k)
-    return [*plain, *heads, *pages, Work(64, 128 * k, lengths=ragged), Work(8, 32 * k, q_len=5)]
+    plain = [Work(1, 4 * K), Work(8, 4 * K), Work(1, 32 * K), Work(1, 128 * K), Work(4, 32 * K), Work(32, 32 * K),
+             Work(128, 2 * K)]  # fmt: skip
+    heads = [Work(32, 32 * K, 32, 1), Work(8, 32 * K, 28, 4), Work(8, 32 * K, size=64)]
+    pages = [Work(8, 32 * K, block_size=n) for n in (1, 16, 64, 256)]
+    ragged = ragged_lengths(64, 128 * K)
+    return [*plain, *heads, *pages, Work(64, 128 * K, lengths=ragged), Work(8, 32 * K, q_len=5)]
 
 
 def _table(session: Session) -> Iterator[Record]:
-    for work in works(session):
-        session.note(f"decode.table {work}")
-        if _fits(session, work, 2):
-            yield from _table_one(session, work)
-        _clear(session)
+    yield from _each(session, "decode.table", works(session), _table_one, times=2)
 
 
 def _table_one(session: Session, work: Work) -> Iterator[Record]:
@@ -335,16 +358,8 @@ def _dense_pools(inputs: Inputs) -> list[Pool]:
 
 
 def _contiguous(session: Session) -> Iterator[Record]:
-    k = 1024
-    shapes = [Work(1, 4 * k), Work(8, 4 * k), Work(1, 32 * k), Work(8, 32 * k), Work(1, 128 * k)]
-    if session.quick:
-        shapes = [Work(1, 32, 4, 2, 16)]
-    elif not session.on_gpu:
-        shapes = [Work(1, 1024, 8, 2, 64)]
-    for work in shapes:
-        session.note(f"decode.contiguous {work}")
-        yield from _contiguous_one(session, work)
-        _clear(session)
+    shapes = [Work(1, 4 * K), Work(8, 4 * K), Work(1, 32 * K), Work(8, 32 * K), Work(1, 128 * K)]
+    yield from _each(session, "decode.contiguous", _sized(session, shapes), _contiguous_one, times=2)
 
 
 def _contiguous_one(session: Session, work: Work) -> Iterator[Record]:
@@ -363,27 +378,20 @@ def _contiguous_one(session: Session, work: Work) -> Iterator[Record]:
 
 
 def _splits(session: Session) -> Iterator[Record]:
-    k = 1024
-    shapes = [Work(b, n * k) for b in (1, 4, 16, 64) for n in (2, 8, 32, 128)]
-    numbers = [0, 1, 2, 4, 8, 16, 32, 64, 128]
-    if session.quick:
-        shapes, numbers = [Work(1, 40, 4, 2, 16)], [0, 1, 3]
-    elif not session.on_gpu:
-        shapes, numbers = [Work(1, 1024, 8, 2, 64)], [0, 1, 4]
-    for work in shapes:
-        session.note(f"decode.splits {work}")
-        if not _fits(session, work):
-            continue
-        inputs = build(session, work)
-        expected = Expected(inputs)
-        entrants = {n: _own(session, inputs, expected, f", {n} splits", num_splits=n) for n in numbers}
-        by_name = {e.name: n for n, found in entrants.items() for e in found}
-        for record in _rates(session, "decode.splits", inputs, [e for found in entrants.values() for e in found]):
-            name, _, _ = record.impl.partition(",")
-            shape = {**record.shape, "num_splits": by_name[record.impl]}
-            yield Record(**{**vars(record), "impl": name, "shape": shape})
-        del inputs, entrants
-        _clear(session)
+    shapes = [Work(b, n * K) for b in (1, 4, 16, 64) for n in (2, 8, 32, 128)]
+    yield from _each(session, "decode.splits", _sized(session, shapes), _splits_one)
+
+
+def _splits_one(session: Session, work: Work) -> Iterator[Record]:
+    numbers = [0, 1, 3] if session.quick else [0, 1, 2, 4, 8, 16, 32, 64, 128] if session.on_gpu else [0, 1, 4]
+    inputs = build(session, work)
+    expected = Expected(inputs)
+    entrants = {n: _own(session, inputs, expected, f", {n} splits", "hopper", num_splits=n) for n in numbers}
+    by_name = {e.name: n for n, found in entrants.items() for e in found}
+    for record in _rates(session, "decode.splits", inputs, [e for found in entrants.values() for e in found]):
+        name, _, _ = record.impl.partition(",")
+        shape = {**record.shape, "num_splits": by_name[record.impl]}
+        yield Record(**{**vars(record), "impl": name, "shape": shape})
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -401,17 +409,8 @@ def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _naive(session: Session) -> Iterator[Record]:
-    k = 1024
-    shapes = [Work(b, n * k) for b in (1, 8, 32, 128) for n in (2, 8, 32, 128)]
-    if session.quick:
-        shapes = [Work(2, 40, 4, 2, 16)]
-    elif not session.on_gpu:
-        shapes = [Work(1, 1024, 8, 2, 64)]
-    for work in shapes:
-        session.note(f"decode.naive {work}")
-        if _fits(session, work, 3):
-            yield from _naive_one(session, work)
-        _clear(session)
+    shapes = [Work(b, n * K) for b in (1, 8, 32, 128) for n in (2, 8, 32, 128)]
+    yield from _each(session, "decode.naive", _sized(session, shapes, Work(2, 40, 4, 2, 16)), _naive_one, times=3)
 
 
 def _naive_one(session: Session, work: Work) -> Iterator[Record]:
@@ -428,32 +427,26 @@ def _naive_one(session: Session, work: Work) -> Iterator[Record]:
 
 
 def _launches(session: Session) -> Iterator[Record]:
-    k = 1024
-    shapes = [Work(1, 4 * k), Work(8, 4 * k), Work(1, 32 * k), Work(32, 32 * k)]
-    if session.quick:
-        shapes = [Work(1, 40, 4, 2, 16)]
-    elif not session.on_gpu:
-        shapes = [Work(1, 1024, 8, 2, 64)]
-    for work in shapes:
-        session.note(f"decode.launches {work}")
-        inputs = build(session, work)
-        expected = Expected(inputs)
-        for entrant in [*_own(session, inputs, expected), *_paged_peers(session, inputs, expected)]:
-            ways: dict[str, dict[str, int]] = {"plain launches": {}, "wall clock": {"host": True}}
-            if session.on_gpu:
-                ways["graph replay"] = {"graph": len(inputs.pools)}
-            for way, options in ways.items():
-                timing = measure(
-                    entrant.fn, device=session.device, seconds=session.seconds(0.2),
-                    **options,  # type: ignore[arg-type]
-                )  # fmt: skip
-                yield session.record(
-                    "decode.launches", f"{entrant.name}, {way}", 1e3 * timing.ms, "us",
-                    shape=work.shape(inputs.q.element_size()), dtype=inputs.q.dtype, timing=timing,
-                    error=entrant.error, version=entrant.version,
-                )  # fmt: skip
-        del inputs
-        _clear(session)
+    shapes = [Work(1, 4 * K), Work(8, 4 * K), Work(1, 32 * K), Work(32, 32 * K)]
+    yield from _each(session, "decode.launches", _sized(session, shapes), _launches_one)
+
+
+def _launches_one(session: Session, work: Work) -> Iterator[Record]:
+    inputs = build(session, work)
+    expected = Expected(inputs)
+    for entrant in [*_own(session, inputs, expected), *_paged_peers(session, inputs, expected)]:
+        ways: dict[str, dict[str, int]] = {"plain launches": {}, "wall clock": {"host": True}}
+        if session.on_gpu:
+            ways["graph replay"] = {"graph": len(inputs.pools)}
+        for way, options in ways.items():
+            timing = measure(
+                entrant.fn, device=session.device, seconds=session.seconds(0.2), **options,  # type: ignore[arg-type]
+            )  # fmt: skip
+            yield session.record(
+                "decode.launches", f"{entrant.name}, {way}", 1e3 * timing.ms, "us",
+                shape=work.shape(inputs.q.element_size()), dtype=inputs.q.dtype, timing=timing, error=entrant.error,
+                version=entrant.version,
+            )  # fmt: skip
 
 
 PARTS: dict[str, Callable[[Session], Iterator[Record]]] = {

@@ -35,7 +35,7 @@ def attention(
     block_table [B, max_blocks], cu_seqlens_q [B + 1], seqused_k [B], all int32; ``max_seqlen_q`` and ``max_seqlen_k``
     bound the new tokens and the keys of any sequence (default: total_q, and all that a row of the table holds); sinks
     [H] float32; tree_mask [total_q] int64; lse [H, total_q] float32, natural log. ``impl`` is "torch", "triton",
-    "hopper" (new, and run only where asked for) or None (by device). ``num_splits`` 0 deals the keys of all sequences
+    "hopper" or None (by device and shape, see ``explain``). ``num_splits`` 0 deals the keys of all sequences
     into chunks of one size (``choose_splits``), n cuts each sequence in n. ``split_size`` cuts at multiples of so many
     keys, with a tile that nothing but the head sizes, types and page size decide: then a sequence of up to 64 rows gets
     the same result, bit for bit, alone and in any company. "hopper" deals the keys itself, and takes neither.
@@ -251,13 +251,16 @@ def _choose(
         raise ValueError(f"num_splits is {num_splits}; with a split_size it must be 0")
     if impl not in (None, "torch", "triton", "hopper"):
         raise ValueError(f'impl is {impl!r}; it must be "torch", "triton", "hopper" or None')
-    if impl == "hopper":
-        _require_hopper(q, k_cache, v_cache, num_splits, split_size, **options)
-        return impl, f"asked for; {str(q.dtype).removeprefix('torch.')}, pages of {k_cache.shape[1]} by TMA"
-    name = runtime.choose(impl, q.device, "flash_decoding.attention")
-    if name == "torch":
+    name = runtime.choose(None if impl == "hopper" else impl, q.device, "flash_decoding.attention")
+    if name == "torch" and impl != "hopper":
         on_cpu = impl is None and q.device.type == "cpu"
         return name, "asked for" if impl else "tensors on the CPU" if on_cpu else "no kernel can be launched here"
+    why = "asked for, and Triton's interpreter runs it" if runtime.INTERPRET else "asked for"
+    if impl in (None, "hopper"):
+        instead = _instead_of_hopper(impl, q, k_cache, v_cache, num_splits, split_size, **options)
+        if instead is None:
+            return "hopper", f"sm_90, {str(q.dtype).removeprefix('torch.')}, pages of {k_cache.shape[1]} by TMA"
+        why = instead
     if q.dtype not in KERNEL_DTYPES:
         raise ValueError(f"q is {q.dtype}; for a kernel it must be one of {', '.join(map(str, KERNEL_DTYPES))}")
     if max(q.shape[2], v_cache.shape[3]) > MAX_HEAD_DIM:
@@ -266,23 +269,27 @@ def _choose(
         tile = _fixed_tile(q, v_cache)
         if split_size % tile:
             raise ValueError(f"split_size is {split_size}; it must be a multiple of the tile, {tile} keys")
-    if impl is None:
-        return name, "on a GPU"
-    return name, "asked for, and Triton's interpreter runs it" if runtime.INTERPRET else "asked for"
+    return name, why
 
 
-def _require_hopper(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None, **options: Any
-) -> None:
-    """Raise where the Hopper kernel cannot run, or does not take these arguments."""
+def _instead_of_hopper(
+    impl: str | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_splits: int, split_size: int | None,
+    **options: Any,
+) -> str | None:  # fmt: skip
+    """Why the Hopper kernel is not taken, as one clause; None where it is. Raises where it was asked for."""
     why = flash_hopper.unavailable(q.device)
     if why is not None:
-        raise RuntimeError(f"impl='hopper' cannot run: {why}")
+        if impl == "hopper":
+            raise RuntimeError(f"impl='hopper' cannot run: {why}")
+        return why
     from kvlab.flash_decoding import _hopper_launch
 
     why = _hopper_launch.refusal(q, k_cache, v_cache, num_splits=num_splits, split_size=split_size, **options)
-    if why is not None:
+    if why is None:
+        return None
+    if impl == "hopper":
         raise ValueError(f"impl is 'hopper'; for these arguments it must be another: {why}")
+    return f"hopper refuses: {why}"
 
 
 def _fixed_tile(q: Tensor, v_cache: Tensor) -> int:

@@ -126,12 +126,12 @@ def add(a, b):
 
 @gluon.jit
 def left_over(seq, blocks):
-    """How many blocks at the end of an item are dealt out later, where any are: a sixteenth of a long one, and all of
-    one in sixteen short ones.
+    """How many blocks at the end of an item are dealt out later, where any are: an eighth of a long one, and all of one
+    in eight short ones.
 
     Source: chapter 04; guided self-scheduling (Polychronopoulos and Kuck 1987).
     """
-    return gl.where(blocks >= LONG, blocks // 16, gl.where(seq % 16 == 15, blocks, 0))
+    return gl.where(blocks >= LONG, blocks // 8, gl.where(seq % 8 == 7, blocks, 0))
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from kvlab.runtime import triton
 
 LEAST_BATCH = 32  # sequences that a warp looks at together
 LEAST_LIVE = 4
+MOST_LIVE = 16  # rows of an item: more make pieces that cost more than they win
 FEW_KEYS = 512
 REGISTERS = 65536  # of a multiprocessor
 THREADS = 256  # that a CTA has registers for: four warps that compute, and a warpgroup for the two that load
@@ -110,7 +111,7 @@ def launch(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
         batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
-        stages=tile.stages, chunked=blocks >= ENOUGH.value * programs,
+        stages=tile.stages, chunked=live <= MOST_LIVE and blocks >= ENOUGH.value * programs,
     )  # fmt: skip
     pieces = (2 + CHUNKS.value) * programs + 2 * batch * kv_heads  # no more than items and cuts, in either line
     slots = pieces * live
