@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,14 +47,6 @@ class _NoTriton:
     def jit(cls, fn: Callable[..., Any] | None = None, **_: Any) -> Any:
         return cls.Kernel(fn) if fn is not None else cls.Kernel
 
-    @staticmethod
-    def cdiv(a: int, b: int) -> int:
-        return -(-a // b)
-
-    @staticmethod
-    def next_power_of_2(n: int) -> int:
-        return 1 << max(n - 1, 0).bit_length()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -65,6 +57,16 @@ class _NoTriton:
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         raise RuntimeError("a kernel cannot be launched: triton is not installed on this machine")
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; on the host, where Triton's own takes as long as a launch. Source: chapter 02."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is n or more, 1 or more; on the host, as ``cdiv``. Source: chapter 02."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 if HAS_TRITON:
@@ -382,73 +384,63 @@ def check_attention(
     Source: chapter 02.
     """
 
-    def need(right: bool, name: str, what: object, must: str) -> None:
-        if not right:
-            raise ValueError(f"{name} is {what}; it must be {must}")
-
-    need(q.ndim == 3, "q", f"of shape {list(q.shape)}", "[total_q, H, D]")
+    if q.ndim != 3:
+        _refuse("q", f"of shape {list(q.shape)}", "[total_q, H, D]")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        need(cache.ndim == 4, name, f"of shape {list(cache.shape)}", "[num_blocks, block_size, H_kv, D]")
-        need(cache.dtype == q.dtype, name, cache.dtype, f"{q.dtype}, as q")
-        need(
-            cache.stride(3) == 1 or cache.shape[3] < 2,
-            name,
-            f"strided by {cache.stride(3)} within a head",
-            "contiguous there",
-        )
-    need(q.is_floating_point(), "q", q.dtype, "a floating-point tensor")
-    need(q.stride(2) == 1 or q.shape[2] < 2, "q", f"strided by {q.stride(2)} within a head", "contiguous there")
+        if cache.ndim != 4:
+            _refuse(name, f"of shape {list(cache.shape)}", "[num_blocks, block_size, H_kv, D]")
+        if cache.dtype != q.dtype:
+            _refuse(name, cache.dtype, f"{q.dtype}, as q")
+        if not (cache.stride(3) == 1 or cache.shape[3] < 2):
+            _refuse(name, f"strided by {cache.stride(3)} within a head", "contiguous there")
+    if not q.is_floating_point():
+        _refuse("q", q.dtype, "a floating-point tensor")
+    if not (q.stride(2) == 1 or q.shape[2] < 2):
+        _refuse("q", f"strided by {q.stride(2)} within a head", "contiguous there")
     heads, kv_heads = q.shape[1], k_cache.shape[2]
-    need(heads > 0 and q.shape[2] > 0, "q", f"of shape {list(q.shape)}", "of one head and one number or more")
-    need(
-        k_cache.shape[:3] == v_cache.shape[:3],
-        "v_cache",
-        f"of shape {list(v_cache.shape)}",
-        f"like k_cache, {list(k_cache.shape)}, but for D",
-    )
-    need(k_cache.shape[3] == q.shape[2], "k_cache", f"of head size {k_cache.shape[3]}", f"{q.shape[2]}, as q")
-    need(kv_heads > 0 and heads % kv_heads == 0, "q", f"of {heads} heads", f"a multiple of the {kv_heads} KV heads")
-    need(k_cache.shape[1] > 0, "block_size", k_cache.shape[1], "1 or more")
+    if not (heads > 0 and q.shape[2] > 0):
+        _refuse("q", f"of shape {list(q.shape)}", "of one head and one number or more")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        _refuse("v_cache", f"of shape {list(v_cache.shape)}", f"like k_cache, {list(k_cache.shape)}, but for D")
+    if k_cache.shape[3] != q.shape[2]:
+        _refuse("k_cache", f"of head size {k_cache.shape[3]}", f"{q.shape[2]}, as q")
+    if not (kv_heads > 0 and heads % kv_heads == 0):
+        _refuse("q", f"of {heads} heads", f"a multiple of the {kv_heads} KV heads")
+    if not (k_cache.shape[1] > 0):
+        _refuse("block_size", k_cache.shape[1], "1 or more")
     batch = seqused_k.shape[0] if seqused_k.ndim == 1 else -1
-    need(batch >= 0, "seqused_k", f"of shape {list(seqused_k.shape)}", "[B]")
-    need(batch > 0 or q.shape[0] == 0, "q", f"of {q.shape[0]} tokens and no sequence", "empty, where there is none")
-    need(
-        block_table.ndim == 2 and block_table.shape[0] == batch,
-        "block_table",
-        f"of shape {list(block_table.shape)}",
-        f"[{batch}, max_blocks]",
-    )
-    need(cu_seqlens_q.shape == (batch + 1,), "cu_seqlens_q", f"of shape {list(cu_seqlens_q.shape)}", f"[{batch + 1}]")
+    if not (batch >= 0):
+        _refuse("seqused_k", f"of shape {list(seqused_k.shape)}", "[B]")
+    if not (batch > 0 or q.shape[0] == 0):
+        _refuse("q", f"of {q.shape[0]} tokens and no sequence", "empty, where there is none")
+    if not (block_table.ndim == 2 and block_table.shape[0] == batch):
+        _refuse("block_table", f"of shape {list(block_table.shape)}", f"[{batch}, max_blocks]")
+    if cu_seqlens_q.shape != (batch + 1,):
+        _refuse("cu_seqlens_q", f"of shape {list(cu_seqlens_q.shape)}", f"[{batch + 1}]")
     for name, tensor in (("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q), ("seqused_k", seqused_k)):
-        need(tensor.dtype == torch.int32, name, tensor.dtype, "torch.int32")
-        need(tensor.shape[-1] < 2 or tensor.stride(-1) == 1, name, f"strided by {tensor.stride(-1)}", "contiguous")
+        if tensor.dtype != torch.int32:
+            _refuse(name, tensor.dtype, "torch.int32")
+        if not (tensor.shape[-1] < 2 or tensor.stride(-1) == 1):
+            _refuse(name, f"strided by {tensor.stride(-1)}", "contiguous")
     if sinks is not None:
-        need(
-            sinks.shape == (heads,) and sinks.is_contiguous(),
-            "sinks",
-            f"of shape {list(sinks.shape)}",
-            f"[{heads}], contiguous",
-        )
-        need(sinks.dtype == torch.float32, "sinks", sinks.dtype, "torch.float32")
+        if not (sinks.shape == (heads,) and sinks.is_contiguous()):
+            _refuse("sinks", f"of shape {list(sinks.shape)}", f"[{heads}], contiguous")
+        if sinks.dtype != torch.float32:
+            _refuse("sinks", sinks.dtype, "torch.float32")
     if tree_mask is not None:
-        need(
-            tree_mask.shape == (q.shape[0],) and tree_mask.is_contiguous(),
-            "tree_mask",
-            f"of shape {list(tree_mask.shape)}",
-            f"[{q.shape[0]}], contiguous",
-        )
-        need(tree_mask.dtype == torch.int64, "tree_mask", tree_mask.dtype, "torch.int64")
+        if not (tree_mask.shape == (q.shape[0],) and tree_mask.is_contiguous()):
+            _refuse("tree_mask", f"of shape {list(tree_mask.shape)}", f"[{q.shape[0]}], contiguous")
+        if tree_mask.dtype != torch.int64:
+            _refuse("tree_mask", tree_mask.dtype, "torch.int64")
     if out is not None:
         want = (q.shape[0], heads, v_cache.shape[3])
-        need(
-            out.shape == want and out.dtype == q.dtype,
-            "out",
-            f"{out.dtype} {list(out.shape)}",
-            f"{q.dtype} {list(want)}",
-        )
-        need(out.stride(2) == 1 or want[2] < 2, "out", f"strided by {out.stride(2)} within a head", "contiguous there")
+        if not (out.shape == want and out.dtype == q.dtype):
+            _refuse("out", f"{out.dtype} {list(out.shape)}", f"{q.dtype} {list(want)}")
+        if not (out.stride(2) == 1 or want[2] < 2):
+            _refuse("out", f"strided by {out.stride(2)} within a head", "contiguous there")
         over = [n for n, stride in zip(out.shape, out.stride(), strict=True) if n > 1 and stride == 0]
-        need(not over, "out", f"expanded, strides {list(out.stride())}", "memory of its own for each row")
+        if over:
+            _refuse("out", f"expanded, strides {list(out.stride())}", "memory of its own for each row")
     others = {
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -460,32 +452,28 @@ def check_attention(
         "out": out,
     }
     for name, other in others.items():
-        need(
-            other is None or other.device == q.device,
-            name,
-            f"on {other.device if other is not None else ''}",
-            f"on {q.device}, as q",
-        )
+        if not (other is None or other.device == q.device):
+            _refuse(name, f"on {other.device if other is not None else ''}", f"on {q.device}, as q")
     wide = isinstance(window_size, tuple | list) and len(window_size) == 2
-    need(
-        wide and all(_is_number(w, int) and w >= -1 for w in window_size),
-        "window_size",
-        window_size,
-        "two integers, -1 or more",
-    )
-    need(_is_number(softcap) and softcap >= 0, "softcap", softcap, "a finite number, 0 (off) or more")
-    need(softmax_scale is None or _is_number(softmax_scale), "softmax_scale", softmax_scale, "a finite number or None")
+    if not (wide and all(_is_number(w, int) and w >= -1 for w in window_size)):
+        _refuse("window_size", window_size, "two integers, -1 or more")
+    if not (_is_number(softcap) and softcap >= 0):
+        _refuse("softcap", softcap, "a finite number, 0 (off) or more")
+    if not (softmax_scale is None or _is_number(softmax_scale)):
+        _refuse("softmax_scale", softmax_scale, "a finite number or None")
     if max_seqlen_q is not None:
         right = _is_number(max_seqlen_q, int) and max_seqlen_q >= 0 and max_seqlen_q * batch >= q.shape[0]
-        need(
-            right,
-            "max_seqlen_q",
-            max_seqlen_q,
-            f"an integer that bounds the {q.shape[0]} new tokens of {batch} sequences",
-        )
+        if not right:
+            _refuse(
+                "max_seqlen_q", max_seqlen_q, f"an integer that bounds the {q.shape[0]} new tokens of {batch} sequences"
+            )
     require_no_grad(q, k_cache, v_cache, sinks, out)
     if CHECK:
         check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask is not None)
+
+
+def _refuse(name: str, what: object, must: str) -> NoReturn:
+    raise ValueError(f"{name} is {what}; it must be {must}")
 
 
 def _is_number(value: object, kind: type = float) -> bool:

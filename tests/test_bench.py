@@ -328,6 +328,7 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch, capsys, sen
 
     def run(session):
         yield session.record("naive.step", "impl", 1.0, "ms", shape={}, dtype="float32")
+        assert len(load(tmp_path / "r.json")) == 1, "nothing is kept of a run that is killed"
         os.kill(os.getpid(), sent)
         yield session.record("naive.step", "impl", 2.0, "ms", shape={}, dtype="float32")
 

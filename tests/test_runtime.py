@@ -260,7 +260,7 @@ def test_without_triton(script):
                 print("launched")
             except RuntimeError as error:
                 print(error)
-        print(triton.cdiv(5, 2), triton.next_power_of_2(5), dict(runtime.launches))
+        print(runtime.cdiv(5, 2), runtime.next_power_of_2(5), dict(runtime.launches))
 
         from kvlab.batch import Batch
         from kvlab.config import ModelConfig

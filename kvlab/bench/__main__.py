@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for record in run(session):
             records.append(record)
+            if options.out:  # each at once: some interruptions leave no time for anything
+                save(records, options.out)
             session.note(f"  {record.bench} {record.impl}: {record.value:.4g} {record.unit}")
     finally:  # an interrupted run keeps what it has measured
         if main_thread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -73,11 +74,13 @@ FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Record))
 
 
 def save(records: Iterable[Record], path: str | Path) -> None:
-    """Write records to ``path`` as a JSON list, one record a line. Source: chapter 00."""
+    """Write records to ``path`` as a JSON list, one record a line; whole, or not at all. Source: chapter 00."""
     lines = ",\n".join(json.dumps(asdict(record), allow_nan=False) for record in records)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    partial.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
+    partial.replace(target)
 
 
 def load(path: str | Path) -> list[Record]:

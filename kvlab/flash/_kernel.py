@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlab import runtime
 from kvlab.flash import _tune
-from kvlab.runtime import cap, counted, dot, finish, key_range, load_rows, tl, triton, visible
+from kvlab.runtime import cap, cdiv, counted, dot, finish, key_range, load_rows, tl, triton, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x · log2 e), and the hardware has exp2 alone
 LN2 = tl.constexpr(0.6931471805599453)
@@ -242,7 +242,7 @@ def launch(
     ]  # fmt: skip
 
     def run(config: _tune.Config, kernel: Any = flash_attention_kernel) -> None:
-        tiles = triton.cdiv(max_seqlen_q * group, config.M)
+        tiles = cdiv(max_seqlen_q * group, config.M)
         search = not dense and tiles * batch > total_q * group // config.M + batch
         blocks = total_q * group // config.M + batch if search else tiles * batch
         with torch.cuda.device_of(q):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvlab import runtime
-from kvlab.runtime import triton
+from kvlab.runtime import next_power_of_2, triton
 
 MAX_CONFIGS = 4
 _TABLES: dict[Path, dict[str, Config]] = {}  # what each file held when it was first read, and what was found since
@@ -65,6 +65,21 @@ _MIDDLE = {  # up to 64 rows in all
 _SINGLE = {64: Config(64, 32, 8, 2), 128: Config(32, 16, 8, 2), 256: Config(16, 32, 8, 2)}  # float32: no tensor cores
 
 
+def once_a_kind(find: Callable[..., list[Config]]) -> Callable[..., list[Config]]:
+    """Decorate what lists the candidates: a launch on a GPU asks for the same list every time, and must not change it.
+
+    Source: chapter 04.
+    """
+    remembered = functools.lru_cache(1 << 10)(find)
+
+    @functools.wraps(find)
+    def found(**kind: Any) -> list[Config]:
+        return (find if kind["capability"] is None else remembered)(**kind)  # the interpreter's is made at once
+
+    return found
+
+
+@once_a_kind
 def candidates(
     *, capability: tuple[int, int] | None, shared: int, width: int, v_width: int, itemsize: int, rows: int,
     indirect: bool,
@@ -133,7 +148,7 @@ def shared_bytes(
 
 def padded(size: int) -> int:
     """A head size as a tile has it: a power of two, 16 or more. Source: chapter 03."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 @functools.cache
@@ -142,8 +157,11 @@ def chip(device: torch.device) -> tuple[str, tuple[int, int] | None, int]:
 
     Source: chapter 03.
     """
-    if device.type != "cuda" or runtime.INTERPRET:
-        return "interpreter", None, 2**40
+    return ("interpreter", None, 2**40) if device.type != "cuda" or runtime.INTERPRET else _gpu(device)
+
+
+@functools.cache
+def _gpu(device: torch.device) -> tuple[str, tuple[int, int], int]:
     shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), shared
 
@@ -158,6 +176,7 @@ def code(*files: str) -> str:
     return f"{getattr(triton, '__version__', 'none')}-{hashlib.sha256(text).hexdigest()[:12]}"
 
 
+@functools.lru_cache(1 << 12)
 def shape_class(**parts: Any) -> str:
     """The name of a class of shapes that share a configuration: its parts in order, lengths rounded up.
 
@@ -184,7 +203,12 @@ def may_tune(device: torch.device) -> bool:
 
 def path() -> Path:
     """The file that keeps what was found: tune.json in $KVLAB_CACHE, or in ~/.cache/kvlab. Source: chapter 03."""
-    given = os.environ.get("KVLAB_CACHE")
+    return _path(os.environ.get("KVLAB_CACHE"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(16)
+def _path(given: str | None, home: str | None) -> Path:
+    """The same, worked out once: this is asked at every launch."""
     try:
         return Path(given or Path.home() / ".cache" / "kvlab") / "tune.json"
     except RuntimeError:  # a user without a home

@@ -11,7 +11,7 @@ from kvlab import flash_hopper
 from kvlab.flash_decoding._launch import forgotten_if_it_fails, multiprocessors, reserve
 from kvlab.flash_decoding._splits import MAX_BATCH, MAX_ROWS
 from kvlab.flash_hopper import _launch as prefill
-from kvlab.runtime import triton
+from kvlab.runtime import cdiv, next_power_of_2
 
 LEAST_BATCH = 32  # sequences that a warp looks at together
 LEAST_LIVE = 4
@@ -74,7 +74,7 @@ def tiling(dim: int, dim_v: int, keys: int) -> Tiling:
 
     Source: chapter 04.
     """
-    wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
+    wide, wide_v = (max(64, next_power_of_2(d)) for d in (dim, dim_v))
     few = (64, 6, 1) if keys <= FEW_KEYS else (64, 3, 2)
     n, stages, ctas = {64: (128, 3, 2), 128: few, 256: (64, 3, 1)}[max(wide, wide_v)]
     return Tiling(wide, wide_v, n, stages, ctas)
@@ -103,14 +103,14 @@ def launch(
     if total_q == 0 or batch == 0:
         return
     left, right = (min(w, prefill.FAR) for w in window_size)
-    live = triton.next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
+    live = next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
     tile = tiling(dim, dim_v, keys_of_multiprocessor(q, k_cache, batch, max_seqlen_k))
-    blocks = batch * kv_heads * triton.cdiv(max(max_seqlen_k, 1), tile.N)  # at most
+    blocks = batch * kv_heads * cdiv(max(max_seqlen_k, 1), tile.N)  # at most
     programs = min(tile.ctas * multiprocessors(q.device), blocks)
     plan = DecodePlan(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
-        batch=triton.next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
+        batch=next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
         stages=tile.stages, chunked=live <= MOST_LIVE and blocks >= ENOUGH.value * programs,
     )  # fmt: skip
     pieces = (2 + CHUNKS.value) * programs + 2 * batch * kv_heads  # no more than items and cuts, in either line

@@ -15,7 +15,7 @@ from kvlab.flash import _tune
 from kvlab.flash_decoding import _kernel
 from kvlab.flash_decoding._kernel import flash_decoding_kernel, merge_kernel, merge_states_kernel
 from kvlab.flash_decoding._splits import MAX_ROWS, Splits, candidates, max_rows, merge_tile, plan
-from kvlab.runtime import triton
+from kvlab.runtime import cdiv, next_power_of_2
 
 
 def launch(
@@ -53,7 +53,7 @@ def launch(
         # As many rows as a tile has: a sequence longer than its bound writes nothing outside.
         part, stat, arrived = workspace(q.device, splits, batch, kv_heads, config.M, v_dim)
         numbers = (batch, splits.wave, splits.limit, splits.chunk, kv_heads, config.M)
-        looked_at = triton.next_power_of_2(batch) if splits.rule == "balanced" else 1
+        looked_at = next_power_of_2(batch) if splits.rule == "balanced" else 1
         rule = {"N": config.N, "RULE": splits.rule, "BATCH": looked_at, "LONGEST": splits.longest}
         with torch.cuda.device_of(q):
             first[(splits.programs * kv_heads,)](
@@ -210,7 +210,7 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     s, r = merge_tile(_tune.padded(size))
     if lse.numel():
         with torch.cuda.device_of(outs):
-            merge_states_kernel[(triton.cdiv(lse.numel(), r),)](
+            merge_states_kernel[(cdiv(lse.numel(), r),)](
                 outs, lses, out, lse, splits, lse.numel(), DV=size, WIDE_DV=_tune.padded(size), S=s, R=r, num_warps=4
             )
     return out, lse

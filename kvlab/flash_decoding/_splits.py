@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvlab.flash import _tune
 from kvlab.flash._tune import Config
-from kvlab.runtime import triton
+from kvlab.runtime import next_power_of_2
 
 MAX_ROWS = 64  # new tokens times group: up to here a sequence's rows fit one tile, and reading its keys is the work
 MAX_BATCH = 4096  # sequences whose lengths each program reads to find its own
@@ -101,6 +101,7 @@ def plan(
 _INTERPRETED = 64  # keys of a tile there
 
 
+@_tune.once_a_kind
 def candidates(
     *, capability: tuple[int, int] | None, shared: int, width: int, v_width: int, itemsize: int, rows: int,
     fixed: bool = False,
@@ -160,4 +161,4 @@ def merge_tile(v_width: int) -> tuple[int, int]:
 
     Source: chapter 04.
     """
-    return max(2, min(8, 1024 // triton.next_power_of_2(v_width))), 4
+    return max(2, min(8, 1024 // next_power_of_2(v_width))), 4

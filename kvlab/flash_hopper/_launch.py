@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlab import runtime
 from kvlab.flash_hopper._plan import plan_tiles_kernel
-from kvlab.runtime import triton
+from kvlab.runtime import cdiv, next_power_of_2
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -91,7 +91,7 @@ def _misfit(name: str, x: Tensor) -> str | None:
 
 def tiling(dim: int, dim_v: int) -> dict[str, int]:
     """Tile sizes by head size: keys of a block, buffers of K and V and of Q, and ``Plan.late``. Source: chapter 03b."""
-    wide, wide_v = (max(64, triton.next_power_of_2(d)) for d in (dim, dim_v))
+    wide, wide_v = (max(64, next_power_of_2(d)) for d in (dim, dim_v))
     largest = max(wide, wide_v)
     sizes = {64: {"N": 128, "stages": 3, "q_stages": 2}, 128: {"N": 128, "stages": 2, "q_stages": 2}}
     return {"wide": wide, "wide_v": wide_v, **sizes.get(largest, {"N": 64, "stages": 2, "q_stages": 1, "late": True})}
@@ -132,7 +132,7 @@ def forward(
     q_len = kv_len = num_tiles = 0
     if form == "dense":
         q_len, kv_len = q.shape[1], k.shape[1]
-        q_tiles = triton.cdiv(q_len, tokens)
+        q_tiles = cdiv(q_len, tokens)
         num_tiles = bound = q.shape[0] * packs * q_tiles
         order = q  # not read
     else:
@@ -142,7 +142,7 @@ def forward(
         bound = q_tiles * packs
         order = torch.empty(2 + 2 * q_tiles, dtype=torch.int32, device=q.device)
         longest = q.shape[0] if max_seqlen_q is None else min(max_seqlen_q, q.shape[0])
-        plan_tiles_kernel[(batch, triton.cdiv(triton.cdiv(longest, tokens), PLAN_WIDTH))](
+        plan_tiles_kernel[(batch, cdiv(cdiv(longest, tokens), PLAN_WIDTH))](
             order, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, TOKENS=tokens, PAGED=form == "paged", CAUSAL=causal,
             WIDTH=PLAN_WIDTH, LONGER_THAN=longer_than, num_warps=4,
         )  # fmt: skip
@@ -160,7 +160,12 @@ def forward(
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """How the copy engine sees a 16-bit tensor; on its layout only the 16 bits have a say."""
     strides = [s if n > 1 else 8 for s, n in zip(strides[:-1], shape[:-1], strict=True)] + [1]
-    return TensorDescriptor(x, shape, strides, block, NVMMASharedLayout.get_default_for(block, gl_bfloat16))
+    return TensorDescriptor(x, shape, strides, block, _layout(tuple(block)))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...]) -> NVMMASharedLayout:
+    return NVMMASharedLayout.get_default_for(list(block), gl_bfloat16)
 
 
 def bounded_descriptor(x: Tensor, rows: int, heads: int, wide: int) -> TensorDescriptor:

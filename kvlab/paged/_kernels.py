@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab import reference, runtime
 from kvlab.batch import as_int
-from kvlab.runtime import cap, counted, dot, finish, key_range, load_rows, tl, triton, visible
+from kvlab.runtime import cap, cdiv, counted, dot, finish, key_range, load_rows, next_power_of_2, tl, triton, visible
 
 
 @counted
@@ -90,7 +90,7 @@ def reshape_and_cache(
         k_cache[block, offset] = k[written].to(k_cache.dtype)
         v_cache[block, offset] = v[written].to(v_cache.dtype)
         return
-    width = triton.next_power_of_2(k.shape[1] * max(k.shape[2], v.shape[2]))
+    width = next_power_of_2(k.shape[1] * max(k.shape[2], v.shape[2]))
     reshape_and_cache_kernel[(k.shape[0],)](
         k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
         *v_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], H=k.shape[1], D=k.shape[2], DV=v.shape[2], WIDTH=width,
@@ -238,11 +238,11 @@ def attention(
         out = q.new_empty(total_q, heads, v_dim)
     lse = torch.empty(heads, total_q, dtype=torch.float32, device=q.device) if return_lse else None
     batch, group = seqused_k.shape[0], heads // kv_heads
-    rows = max(16, triton.next_power_of_2(group), 16 if (max_seqlen_q or total_q) * group <= 16 else 64)
+    rows = max(16, next_power_of_2(group), 16 if (max_seqlen_q or total_q) * group <= 16 else 64)
     queries = rows // group  # query tokens in a tile of `rows` rows; a group that is no power of two leaves some idle
-    grid = (triton.cdiv(total_q if max_seqlen_q is None else max_seqlen_q, queries), kv_heads, batch)
+    grid = (cdiv(total_q if max_seqlen_q is None else max_seqlen_q, queries), kv_heads, batch)
     left, right = (min(w, 2**30) for w in window_size)  # no 32-bit sum of positions may wrap around
-    wide, wide_v = (max(16, triton.next_power_of_2(x)) for x in (head_dim, v_dim))
+    wide, wide_v = (max(16, next_power_of_2(x)) for x in (head_dim, v_dim))
     if min(grid) > 0 and total_q > 0:
         paged_attention_kernel[grid](
             q, k_cache, v_cache, out, lse, block_table, cu_seqlens_q, seqused_k, sinks, tree_mask, scale, softcap,
