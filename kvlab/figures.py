@@ -219,7 +219,7 @@ def by_shape(bench: str, *axes: str, unit: str = "TFLOP/s", **where: Any) -> dic
     """The best recorded value of each implementation in each shape: {shape: {impl: value}}, in order of shape.
 
     Shapes and units: a shape is the values of ``axes``, entries of a record's shape; the best value is the largest one,
-    of times and sizes (ms, MB) the smallest. What an impl's name has in parentheses is left out. ``where`` as in
+    of times and sizes (ms, us, MB) the smallest. What an impl's name has in parentheses is left out. ``where`` as in
     ``records``.
 
     Raises: as ``recorded``.
@@ -230,7 +230,7 @@ def by_shape(bench: str, *axes: str, unit: str = "TFLOP/s", **where: Any) -> dic
     for r in recorded(bench, unit=unit, **where):
         values = found.setdefault(tuple(r["shape"].get(axis) for axis in axes), {})
         impl = re.sub(r" \([^)]*\)", "", r["impl"])  # "X (wheel), dense" is "X, dense"
-        better = min if unit in ("ms", "MB") else max
+        better = min if unit in ("ms", "us", "MB") else max
         values[impl] = better(r["value"], values.get(impl, r["value"]))
     return dict(sorted(found.items(), key=lambda entry: [(x is None, x) for x in entry[0]]))
 

@@ -166,6 +166,12 @@ class Counted:
         return launch
 
 
+@functools.cache
+def multiprocessors(on: torch.device) -> int:
+    """Multiprocessors of a GPU; elsewhere 4, as many as make a grid worth a look in the interpreter. Source: chapter 03b."""
+    return torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 4
+
+
 def counted(kernel: Any) -> Counted:
     """Decorate a jitted (or autotuned) kernel so that its launches are counted. Source: chapter 02."""
     return Counted(kernel)

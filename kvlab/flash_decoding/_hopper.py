@@ -1,8 +1,11 @@
-"""Split-KV decoding for Hopper, in Gluon: one CTA a multiprocessor, two warps that load pages, four that compute.
+"""Split-KV decoding for Hopper, in Gluon: a CTA has two warps that load pages and four that compute.
 
-All blocks of keys of all sequences and KV heads stand in one line, which is cut into equal shares, one a CTA. A CTA's
-share covers the end of one item (a sequence and KV head), whole items, and the beginning of another; whoever brings the
-last piece of an item merges its pieces. Chapter 04 tells why; the device functions of chapter 03b are used again.
+All blocks of keys of all items (a sequence and a KV head) stand in one line, which is cut into equal shares, one a CTA.
+But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth is left over,
+in a line of its own, and whoever is done takes chunks of that one. A share or a chunk covers the end of one item, whole
+items, and the beginning of another; whoever brings the last piece of an item merges its pieces. The cuts depend on
+nothing but lengths, so results do not depend on who took what. Chapter 04 tells why; the device functions of chapter
+03b are used again.
 """
 
 from __future__ import annotations

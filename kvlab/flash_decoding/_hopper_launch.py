@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvlab import flash_hopper
-from kvlab.flash_decoding._launch import forgotten_if_it_fails, multiprocessors, reserve
+from kvlab.flash_decoding._launch import forgotten_if_it_fails, reserve
 from kvlab.flash_decoding._splits import MAX_BATCH, MAX_ROWS
 from kvlab.flash_hopper import _launch as prefill
-from kvlab.runtime import cdiv, next_power_of_2
+from kvlab.runtime import cdiv, multiprocessors, next_power_of_2
 
 LEAST_BATCH = 32  # sequences that a warp looks at together
 LEAST_LIVE = 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvlab.flash import _tune
 from kvlab.flash_decoding import _kernel
 from kvlab.flash_decoding._kernel import flash_decoding_kernel, merge_kernel, merge_states_kernel
 from kvlab.flash_decoding._splits import MAX_ROWS, Splits, candidates, max_rows, merge_tile, plan
-from kvlab.runtime import cdiv, next_power_of_2
+from kvlab.runtime import cdiv, multiprocessors, next_power_of_2
 
 
 def launch(
@@ -108,12 +107,6 @@ def configuration(
 
 def _code() -> str:
     return _tune.code(__file__, str(_kernel.__file__), str(runtime.__file__))
-
-
-@functools.cache
-def multiprocessors(on: torch.device) -> int:
-    """Multiprocessors of a GPU; as many as make splits worth a look in the interpreter. Source: chapter 04."""
-    return torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 4
 
 
 # --- memory between programs -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlab import runtime
 from kvlab.flash_hopper._plan import plan_tiles_kernel
-from kvlab.runtime import cdiv, next_power_of_2
+from kvlab.runtime import cdiv, multiprocessors, next_power_of_2
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -128,7 +128,7 @@ def forward(
     )  # fmt: skip
     packs, tokens = heads // packed, plan.consumers * plan.queries
     q_desc, k_desc, v_desc, out_desc = _descriptors(q, k, v, out, plan, packs)
-    sms = _multiprocessors(q.device)
+    sms = multiprocessors(q.device)
     q_len = kv_len = num_tiles = 0
     if form == "dense":
         q_len, kv_len = q.shape[1], k.shape[1]
@@ -204,11 +204,6 @@ def _descriptors(
     if plan.copies_out:
         out_desc = packed(out, plan.wide_v) if dense else bounded_descriptor(out, plan.queries, group, plan.wide_v)
     return (packed(q, plan.wide), *kv, out_desc)
-
-
-@functools.cache
-def _multiprocessors(on: torch.device) -> int:
-    return torch.cuda.get_device_properties(on).multi_processor_count
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
