@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import math
 import os
 import sys
 import warnings
@@ -168,7 +167,7 @@ class Counted:
 
 @functools.cache
 def multiprocessors(on: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere 4, as many as make a grid worth a look in the interpreter. Source: chapter 03b."""
+    """Multiprocessors of a GPU; elsewhere 4, for grids worth a look in the interpreter. Source: chapter 03b."""
     return torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 4
 
 
@@ -374,8 +373,8 @@ def finish(acc, total, peak):
 
 def check_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
-    max_seqlen_q: int | None = None, softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, sinks: Tensor | None = None,
+    max_seqlen_q: int | None = None, softmax_scale: float | None = None, causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Tensor | None = None,
     tree_mask: Tensor | None = None, out: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Refuse arguments of the one attention signature that do not fit together, before anything is launched.
@@ -390,6 +389,14 @@ def check_attention(
     Source: chapter 02.
     """
 
+    always = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "cu_seqlens_q": cu_seqlens_q,
+              "seqused_k": seqused_k}  # fmt: skip
+    tensors = always | {n: x for n, x in (("sinks", sinks), ("tree_mask", tree_mask), ("out", out)) if x is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            _refuse(name, f"a {type(tensor).__name__}", "a tensor")
+        if tensor.device != q.device:
+            _refuse(name, f"on {tensor.device}", f"on {q.device}, as q")
     if q.ndim != 3:
         _refuse("q", f"of shape {list(q.shape)}", "[total_q, H, D]")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -444,29 +451,20 @@ def check_attention(
             _refuse("out", f"{out.dtype} {list(out.shape)}", f"{q.dtype} {list(want)}")
         if not (out.stride(2) == 1 or want[2] < 2):
             _refuse("out", f"strided by {out.stride(2)} within a head", "contiguous there")
-        over = [n for n, stride in zip(out.shape, out.stride(), strict=True) if n > 1 and stride == 0]
-        if over:
-            _refuse("out", f"expanded, strides {list(out.stride())}", "memory of its own for each row")
-    others = {
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "block_table": block_table,
-        "cu_seqlens_q": cu_seqlens_q,
-        "seqused_k": seqused_k,
-        "sinks": sinks,
-        "tree_mask": tree_mask,
-        "out": out,
-    }
-    for name, other in others.items():
-        if not (other is None or other.device == q.device):
-            _refuse(name, f"on {other.device if other is not None else ''}", f"on {q.device}, as q")
+        reach = 1  # elements that the dimensions of smaller strides span
+        for stride, n in sorted((stride, n) for n, stride in zip(out.shape, out.stride(), strict=True) if n > 1):
+            if stride < reach:
+                _refuse("out", f"overlapping itself, strides {list(out.stride())}", "memory of its own for each row")
+            reach += stride * (n - 1)
     wide = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not (wide and all(_is_number(w, int) and w >= -1 for w in window_size)):
         _refuse("window_size", window_size, "two integers, -1 or more")
+    if not isinstance(causal, bool):
+        _refuse("causal", repr(causal), "True or False")
     if not (_is_number(softcap) and softcap >= 0):
-        _refuse("softcap", softcap, "a finite number, 0 (off) or more")
+        _refuse("softcap", softcap, "a finite number in float32, 0 (off) or more")
     if not (softmax_scale is None or _is_number(softmax_scale)):
-        _refuse("softmax_scale", softmax_scale, "a finite number or None")
+        _refuse("softmax_scale", softmax_scale, "a finite number in float32, or None")
     if max_seqlen_q is not None:
         right = _is_number(max_seqlen_q, int) and max_seqlen_q >= 0 and max_seqlen_q * batch >= q.shape[0]
         if not right:
@@ -475,24 +473,28 @@ def check_attention(
             )
     require_no_grad(q, k_cache, v_cache, sinks, out)
     if CHECK:
-        check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask is not None)
+        check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask)
 
 
 def _refuse(name: str, what: object, must: str) -> NoReturn:
     raise ValueError(f"{name} is {what}; it must be {must}")
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
 def _is_number(value: object, kind: type = float) -> bool:
     wanted = int if kind is int else (int, float)
-    return isinstance(value, wanted) and not isinstance(value, bool) and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, wanted) and not isinstance(value, bool) and abs(value) <= _FLOAT32_MAX  # not NaN either
 
 
 def check_contents(
-    k_cache: Tensor, total_q: int, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, tree: bool
-) -> None:
+    k_cache: Tensor, total_q: int, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+    tree_mask: Tensor | None,
+) -> None:  # fmt: skip
     """Refuse an attention call whose tables and lengths do not fit; reads the device, and so waits for it.
 
-    Shapes and units: as ``check_attention``; ``tree`` says whether there is a tree mask.
+    Shapes and units: as ``check_attention``.
 
     Raises: ValueError that names the argument and the sequence.
 
@@ -506,10 +508,16 @@ def check_contents(
         needed, new = -(-length // block_size), starts[b + 1] - starts[b]
         if length < 0 or needed > block_table.shape[1]:
             raise ValueError(f"seqused_k[{b}] is {length}; it must be 0 to {block_table.shape[1] * block_size}")
-        if tree and length and new > min(63, length):
-            raise ValueError(
-                f"sequence {b} has {new} new tokens of {length} in a tree; a tree holds 63 at most, all of them"
-            )
+        if tree_mask is not None and length:
+            if new > min(63, length):
+                raise ValueError(
+                    f"sequence {b} has {new} new tokens of {length} in a tree; a tree holds 63 at most, all of them"
+                )
+            for i, bits in enumerate(tree_mask[starts[b] : starts[b + 1]].tolist()):
+                if bits < 0 or bits >> new:
+                    raise ValueError(
+                        f"tree_mask[{starts[b] + i}] is {bits:#x}; its bits must be among the lowest {new}"
+                    )
         pages = block_table[b, :needed].tolist()
         if pages and not 0 <= min(pages) <= max(pages) < num_blocks:
             raise ValueError(f"block_table[{b}] begins {pages}; its pages must be 0 to {num_blocks - 1}")

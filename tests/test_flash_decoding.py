@@ -829,7 +829,10 @@ def test_a_32_bit_offset_is_caught():
         ("block_table", torch.zeros(1, 2, dtype=torch.int64)), ("cu_seqlens_q", torch.zeros(3, dtype=torch.int32)),
         ("seqused_k", torch.zeros(1)), ("sinks", torch.zeros(3)), ("tree_mask", torch.zeros(2, dtype=torch.int32)),
         ("out", torch.zeros(2, 4, 32)), ("softcap", -1.0), ("window_size", (-2, 0)), ("softmax_scale", float("inf")),
-        ("max_seqlen_q", 1), ("max_seqlen_k", -1), ("impl", "cuda"), ("num_splits", -1),
+        ("softmax_scale", 1e39), ("softcap", 10**400), ("causal", None), ("causal", 1), ("q", [1.0]),
+        ("sinks", [0.0] * 4), ("block_table", [[0, 1]]),
+        ("out", torch.zeros(400).as_strided((2, 4, 64), (4, 64, 1))), ("max_seqlen_q", 1),
+        ("max_seqlen_k", -1), ("impl", "cuda"), ("num_splits", -1),
         ("num_splits", 2.0), ("num_splits", True), ("num_splits", None), ("split_size", 0), ("split_size", -64),
         ("split_size", 64.0), ("split_size", True),
     ],
@@ -879,6 +882,11 @@ def test_contents_are_checked_when_asked(monkeypatch, impl):
     inputs = RAGGED.build(device=ON)
     inputs.seqused_k = torch.tensor([1, 5, 17, 9999, 0], **I32)
     with pytest.raises(ValueError, match="seqused_k"):
+        inputs.call(attention, impl=impl)
+    inputs = case_of((3, 2), (7, 5), tree=True).build(device=ON)
+    inputs.call(attention, impl=impl)
+    inputs.kwargs["tree_mask"][3] |= 1 << 2  # of two new tokens the third
+    with pytest.raises(ValueError, match=r"tree_mask\[3\] is 0x\w+; its bits must be among the lowest 2"):
         inputs.call(attention, impl=impl)
 
 
@@ -1002,7 +1010,7 @@ def test_tokens_without_a_sequence_are_refused(impl):
 @triton_and_torch
 def test_an_output_whose_rows_are_one_is_refused(impl):
     inputs = case_of((1, 1), (5, 7)).build(device=ON)
-    with pytest.raises(ValueError, match="out is expanded"):
+    with pytest.raises(ValueError, match="out is overlapping itself"):
         inputs.call(attention, impl=impl, out=torch.zeros_like(inputs.q[:1]).expand_as(inputs.q))
 
 

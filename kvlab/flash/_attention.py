@@ -60,7 +60,7 @@ def attention(
     Source: chapter 03; Dao 2023 (FlashAttention-2), and FlashAttention's and vLLM's paged interface.
     """
     check_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                 window_size, softcap, sinks, tree_mask, out)  # fmt: skip
+                 causal, window_size, softcap, sinks, tree_mask, out)  # fmt: skip
     bounds = _paged_bounds(q, k_cache, block_table, max_seqlen_q, max_seqlen_k)
     return _run(
         q, k_cache, v_cache, out, return_lse, impl, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
@@ -87,7 +87,7 @@ def flash_attn_func(
 
     Source: chapter 03; FlashAttention's ``flash_attn_func``.
     """
-    check_dense(q, k, v, None, None, None, None, softmax_scale, window_size, softcap, sinks, out)
+    check_dense(q, k, v, None, None, None, None, softmax_scale, causal, window_size, softcap, sinks, out)
     return _run(
         q, k, v, out, return_lse, impl, block_table=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None,
         max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=softmax_scale, causal=causal,
@@ -112,8 +112,8 @@ def flash_attn_varlen_func(
 
     Source: chapter 03; FlashAttention's ``flash_attn_varlen_func``.
     """
-    check_dense(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_size, softcap,
-                 sinks, out)  # fmt: skip
+    check_dense(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+                softcap, sinks, out)  # fmt: skip
     return _run(
         q, k, v, out, return_lse, impl, block_table=None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         seqused_k=None, max_seqlen_q=q.shape[0] if max_seqlen_q is None else max_seqlen_q,
@@ -139,21 +139,21 @@ def explain(
 
     Source: chapter 03.
     """
+    causal = (block_table is not None) if causal is None else causal
     if block_table is not None:
         if cu_seqlens_q is None or seqused_k is None:
             raise ValueError("cu_seqlens_q or seqused_k is None; with a block_table both must be given")
         check_paged(q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                     window_size, softcap, sinks, tree_mask, None)  # fmt: skip
+                     causal, window_size, softcap, sinks, tree_mask, None)  # fmt: skip
         bounds = _paged_bounds(q, k, block_table, max_seqlen_q, max_seqlen_k)
     else:
         if tree_mask is not None:
             raise ValueError("tree_mask is given; it must be None without a block_table")
-        check_dense(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_size,
+        check_dense(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
                      softcap, sinks, None)  # fmt: skip
         at = 1 if cu_seqlens_q is None else 0
         bounds = (max_seqlen_q if max_seqlen_q is not None else q.shape[at],
                   max_seqlen_k if max_seqlen_k is not None else k.shape[at])  # fmt: skip
-    causal = (block_table is not None) if causal is None else causal
     name, why = _choose(
         impl, q, k, v, paged=block_table is not None, max_seqlen_q=bounds[0], softmax_scale=softmax_scale,
         window_size=window_size, softcap=softcap, sinks=sinks, tree_mask=tree_mask,

@@ -13,8 +13,8 @@ from kvlab.config import is_number
 
 def check_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
-    max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float | None, window_size: tuple[int, int],
-    softcap: float, sinks: Tensor | None, tree_mask: Tensor | None, out: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], softcap: float, sinks: Tensor | None, tree_mask: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     """``runtime.check_attention``, and the bound of the keys. Shapes and units: as ``flash.attention``.
 
@@ -22,8 +22,8 @@ def check_paged(
     """
     runtime.check_attention(
         q, k_cache, v_cache, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k,
-        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
-        tree_mask=tree_mask, out=out,
+        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        sinks=sinks, tree_mask=tree_mask, out=out,
     )  # fmt: skip
     if max_seqlen_k is not None:
         _need(_is_count(max_seqlen_k), "max_seqlen_k", max_seqlen_k, "an integer, 0 or more")
@@ -31,8 +31,8 @@ def check_paged(
 
 def check_dense(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float | None, window_size: tuple[int, int],
-    softcap: float, sinks: Tensor | None, out: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], softcap: float, sinks: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     """``runtime.check_attention`` for the dense form, and with cu_seqlens for the ragged one.
 
@@ -45,6 +45,7 @@ def check_dense(
     ragged = cu_seqlens_q is not None or cu_seqlens_k is not None
     form = "[tokens, heads, D]" if ragged else "[B, tokens, heads, D]"
     for name, x in (("q", q), ("k", k), ("v", v)):
+        _need(isinstance(x, Tensor), name, f"a {type(x).__name__}", "a tensor")
         _need(x.ndim == (3 if ragged else 4), name, f"of shape {list(x.shape)}", form)
         _need(x.is_floating_point() and x.dtype == q.dtype, name, x.dtype, "of one floating-point type with q, k and v")
         _need(x.shape[-1] > 0 and x.shape[-2] > 0, name, f"of shape {list(x.shape)}", "of one head and number or more")
@@ -89,6 +90,7 @@ def check_dense(
     two = isinstance(window_size, tuple | list) and len(window_size) == 2
     right = two and all(isinstance(w, int) and not isinstance(w, bool) and w >= -1 for w in window_size)
     _need(right, "window_size", window_size, "two integers, -1 or more")
+    _need(isinstance(causal, bool), "causal", repr(causal), "True or False")
     _need(is_number(softcap) and softcap >= 0, "softcap", softcap, "a finite number, 0 (off) or more")
     right = softmax_scale is None or is_number(softmax_scale)
     _need(right, "softmax_scale", softmax_scale, "a finite number or None")

@@ -46,7 +46,7 @@ def attention(
     Source: chapter 04; Dao et al. 2023 (Flash-Decoding), FlashInfer, and He et al. 2025 on batch invariance.
     """
     check_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                window_size, softcap, sinks, tree_mask, out)  # fmt: skip
+                causal, window_size, softcap, sinks, tree_mask, out)  # fmt: skip
     name, _ = _choose(impl, q, k_cache, v_cache, num_splits, split_size, batch=seqused_k.shape[0],
                       softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
                       tree_mask=tree_mask)  # fmt: skip
@@ -93,7 +93,7 @@ def explain(
     Source: chapter 04.
     """
     check_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                window_size, softcap, sinks, tree_mask, None)  # fmt: skip
+                causal, window_size, softcap, sinks, tree_mask, None)  # fmt: skip
     name, why = _choose(impl, q, k_cache, v_cache, num_splits, split_size, batch=seqused_k.shape[0],
                         softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
                         tree_mask=tree_mask)  # fmt: skip
@@ -174,7 +174,7 @@ def _split_and_merge(
 ) -> None:  # fmt: skip
     """``attention`` by hand: attend to each split alone, then merge. One step more precise than the inputs, because a
     log-sum-exp rounds by its own size and not by that of the weights."""
-    runtime.check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask is not None)
+    runtime.check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else torch.float64
     for b, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
         length = int(seqused_k[b])

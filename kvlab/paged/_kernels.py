@@ -222,8 +222,8 @@ def attention(
     """
     runtime.check_attention(
         q, k_cache, v_cache, block_table=block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k,
-        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, sinks=sinks,
-        tree_mask=tree_mask, out=out,
+        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        sinks=sinks, tree_mask=tree_mask, out=out,
     )  # fmt: skip
     (total_q, heads, head_dim), kv_heads, v_dim = q.shape, k_cache.shape[2], v_cache.shape[3]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -260,7 +260,7 @@ def _gather_and_attend(
     out: Tensor | None, return_lse: bool, *, tree_mask: Tensor | None, **options: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``attention`` in PyTorch: gather the pages, then attend densely, one sequence at a time."""
-    runtime.check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask is not None)
+    runtime.check_contents(k_cache, q.shape[0], block_table, cu_seqlens_q, seqused_k, tree_mask)
     starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
