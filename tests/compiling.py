@@ -44,6 +44,20 @@ def compiled(source, capability, **options):
         done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, **options})
     return done, said.getvalue()
 
+def descriptor(block):
+    "The type of what the copy engine brings in such blocks of bf16."
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
+    return f"tensordesc<bf16{block},{NVMMASharedLayout.get_default_for(block, bfloat16)!r}>"
+
+def compiled_gluon(kernel, types, values, **options):
+    "A Gluon kernel compiled for Hopper, and what ptxas said. A pointer that is in values, as None, is not there."
+    from triton.experimental.gluon._runtime import GluonASTSource
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    return compiled(GluonASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, hints), 90,
+                    **options)
+
 def without_target(ptx):
     return re.sub(r"^\.target .*$", "", ptx, flags=re.M)
 

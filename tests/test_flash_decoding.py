@@ -607,16 +607,13 @@ def test_a_captured_launch_has_counters_of_its_own(monkeypatch):
     assert _launch._captured_counters(ON, 40).numel() == 40
 
 
-@pytest.mark.parametrize("form", [attention, in_two_launches], ids=["one launch", "two launches"])
-@pytest.mark.parametrize("how", [{}, {"num_splits": 6}, {"split_size": 256}], ids=str)
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_a_captured_call_replays_while_lengths_grow(form, how):
+def replayed_while_lengths_grow(form, **how):
+    """Capture a call, replay it at other lengths, and hold each result to the oracle and to an eager call."""
     case = case_of((1,) * 4, (1000, 700, 300, 64), head_dim=128, num_heads=32, num_kv_heads=8)
     inputs = case.build(device=ON, dtype=torch.bfloat16)
     full = inputs.seqused_k.clone()
     out = torch.empty_like(inputs.q)
-    bounds = {"max_seqlen_q": 1, "max_seqlen_k": 1024, "impl": "triton", **how}
+    bounds = {"max_seqlen_q": 1, "max_seqlen_k": 1024, **how}
     inputs.call(form, out=out, **bounds)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -627,6 +624,14 @@ def test_a_captured_call_replays_while_lengths_grow(form, how):
         graph.replay()
         testing.assert_close(out, inputs.oracle()[0], inputs.plain()[0])
         assert torch.equal(out, inputs.call(form, **bounds)), "an eager call gives other bits"
+
+
+@pytest.mark.parametrize("form", [attention, in_two_launches], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("how", [{}, {"num_splits": 6}, {"split_size": 256}], ids=str)
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_captured_call_replays_while_lengths_grow(form, how):
+    replayed_while_lengths_grow(form, impl="triton", **how)
 
 
 @pytest.mark.gpu
@@ -1139,20 +1144,7 @@ class TestOnHopper:
             assert torch.equal(inputs.call(on_hopper, max_seqlen_q=1, out=out), first)
 
     def test_a_captured_call_replays_while_lengths_grow(self):
-        case = case_of((1,) * 4, (1000, 700, 300, 64), head_dim=128, num_heads=32, num_kv_heads=8)
-        inputs = case.build(device=ON, dtype=torch.bfloat16)
-        full = inputs.seqused_k.clone()
-        out = torch.empty_like(inputs.q)
-        bounds = {"max_seqlen_q": 1, "max_seqlen_k": 1024}
-        inputs.call(on_hopper, out=out, **bounds)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            inputs.call(on_hopper, out=out, **bounds)
-        for lengths in ([1, 1, 1, 1], [5, 0, 17, 64], [64, 65, 66, 63], [500, 700, 1, 33], full.tolist()):
-            inputs.seqused_k.copy_(torch.tensor(lengths, **I32))
-            out.fill_(float("nan"))
-            graph.replay()
-            testing.assert_close(out, inputs.oracle()[0], inputs.plain()[0])
+        replayed_while_lengths_grow(on_hopper)
 
     def test_a_reader_is_told(self):
         inputs = case_of((1, 1), (100, 200), head_dim=64).build(device=ON, dtype=torch.bfloat16)
@@ -1203,16 +1195,8 @@ def test_the_hopper_kernels_tiles_fit():
 
 
 CHILD = r"""
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from kvlab.flash_decoding import _hopper_launch
 from kvlab.flash_decoding._hopper import DecodePlan, flash_decoding_hopper_kernel
-
-kernel = flash_decoding_hopper_kernel.fn
-
-def descriptor(block):
-    layout = NVMMASharedLayout.get_default_for(block, bfloat16)
-    return f"tensordesc<bf16{block},{layout!r}>"
 
 for dim, page, keys, options in [
     (128, 16, 10**6, {}), (128, 64, 1, dict(sinks=True, live=64, batch=4096)),
@@ -1228,11 +1212,8 @@ for dim, page, keys, options in [
     types |= {name: "*i32" for name in ("table_ptr", "cu_q", "used", "arrived")}
     types |= {"sink_ptr": "*fp32"} if plan.sinks else {}
     values = {"C": plan, **({} if plan.sinks else {"sink_ptr": None})}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
-    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = GluonASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, hints)
-    done, said = compiled(source, 90, **({"maxnreg": tile.maxnreg} if tile.maxnreg else {}))
+    registers = {"maxnreg": tile.maxnreg} if tile.maxnreg else {}
+    done, said = compiled_gluon(flash_decoding_hopper_kernel.fn, types, values, **registers)
     found.append({"name": f"D {dim} pages of {page}", "said": said, "shared": done.metadata.shared, "ctas": tile.ctas,
                   "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
                   **{word: word in done.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "acq_rel")}})

@@ -133,8 +133,6 @@ def test_short_sequences_can_be_left_out(causal):
 # --- what the compiler makes of it, which needs no GPU ---------------------------------------------------------------
 
 CHILD = r"""
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16
 from kvlab import flash_hopper
 from kvlab.flash_hopper._kernel import Plan, flash_hopper_kernel
 
@@ -142,10 +140,6 @@ kernel = flash_hopper_kernel.fn
 LAUNCH = {"paged": ("table_ptr", "cu_q", "used"), "ragged": ("cu_q", "cu_k"), "dense": ()}
 
 OUT = {"dense": lambda rows: [1, rows, 1], "ragged": lambda rows: [1, 1, rows], "paged": lambda rows: [1, 1, rows]}
-
-def descriptor(block):
-    layout = NVMMASharedLayout.get_default_for(block, bfloat16)
-    return f"tensordesc<bf16{block},{layout!r}>"
 
 def build(form, dim, group, **options):
     options |= flash_hopper.tiling(dim, dim)
@@ -162,11 +156,7 @@ def build(form, dim, group, **options):
     types |= {"sink_ptr": "*fp32"} if plan.sinks else {}
     values = {"C": plan}
     values |= {name: None for name in ("table_ptr", "cu_q", "cu_k", "used", "sink_ptr") if name not in types}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in values else types.get(name, "i32") for name in names}
-    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = GluonASTSource(kernel, signature, {(names.index(k),): v for k, v in values.items()}, hints)
-    return compiled(source, 90)
+    return compiled_gluon(kernel, types, values)
 
 def block_loops(sass):
     lines = [line for line in sass.splitlines() if re.search(r"^\s*/\*[0-9a-f]{4,5}\*/|^\.L_", line)]
