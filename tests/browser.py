@@ -77,7 +77,10 @@ class Page:
                 raise TimeoutError(f"{url} did not load in {seconds} s")
             time.sleep(0.02)
         self.evaluate("Promise.resolve(window.MathJax && MathJax.startup && MathJax.startup.promise).then(() => 1)")
-        # Two frames: what a script schedules on load has been done, and reported.
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for two frames: what a script schedules on load or on a new width has been done, and reported."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def requests(self) -> list[str]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A copy of what a new chapter touches."""
-    shutil.copytree(ROOT / "kvlab", tmp_path / "kvlab", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copytree(ROOT / "kvlab", tmp_path / "kvlab", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "book").mkdir()
     (tmp_path / "chapters").mkdir()
     shutil.copy(ROOT / "book" / "index.md", tmp_path / "book")

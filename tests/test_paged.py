@@ -21,6 +21,8 @@ from kvlab.sampling import SamplingParams
 
 ON = runtime.device()
 KERNEL = {"impl": "triton"}
+# The interpreter is slow, and NaN in an unused slot shows all that another number would.
+CHECKED = KERNEL | ({} if runtime.HAS_GPU else {"fills": (float("nan"),)})
 needs_triton = pytest.mark.skipif(not runtime.can_launch(), reason="no kernel can be launched here")
 
 
@@ -458,7 +460,7 @@ def test_the_model_writes_the_same_text_through_pages():
 @pytest.mark.parametrize("case", testing.cases(ON), ids=lambda case: case.name)
 def test_the_kernel_passes(case, dtype):
     before = runtime.launches["paged_attention_kernel"]
-    testing.check_attention(paged.attention, case, dtype=dtype, device=ON, **KERNEL)
+    testing.check_attention(paged.attention, case, dtype=dtype, device=ON, **CHECKED)
     assert runtime.launches["paged_attention_kernel"] > before or case.name == "nothing to do"
 
 
@@ -474,7 +476,7 @@ def test_other_head_and_block_sizes(head_dim, block_size):
     case = testing.AttentionCase(
         f"head {head_dim}, block {block_size}", (3, 1), (21, 18), head_dim=head_dim, block_size=block_size, num_heads=6
     )
-    testing.check_attention(paged.attention, case, device=ON, **KERNEL)
+    testing.check_attention(paged.attention, case, device=ON, **CHECKED)
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 0.0, 1e4, float("inf")])
@@ -608,13 +610,15 @@ BUGS = {
 @needs_triton
 @pytest.mark.skipif(runtime.HAS_GPU, reason="a stale or stray read may end the process on a GPU")
 def test_bugs_in_the_kernel_are_caught():
-    names = "page edge, prefill; chunk that ends in mid-page; group 5; softcap; sinks; decode and prefill in one batch"
-    few = [case for case in testing.cases(ON) if case.name in names.split("; ")]
+    names = "group 5; sinks; softcap; chunk that ends in mid-page; page edge, prefill; decode and prefill in one batch"
+    few = [
+        case for name in names.split("; ") for case in testing.cases(ON) if case.name == name
+    ]  # the quick ones first
     assert len(few) == 6
 
     def check(attention):
         for case in few:
-            testing.check_attention(attention, case, **KERNEL)
+            testing.check_attention(attention, case, **CHECKED)
 
     testing.assert_caught(check, paged._kernels.paged_attention_kernel, BUGS, give="attention")
 
@@ -693,14 +697,14 @@ def test_flashinfers_form_and_back():
 def test_any_softcap(softcap):
     for head_dim in (40, 64):
         case = testing.AttentionCase("cap", (1, 5), (5, 40), head_dim=head_dim, options={"softcap": softcap})
-        testing.check_attention(paged.attention, case, device=ON, **KERNEL)
+        testing.check_attention(paged.attention, case, device=ON, **CHECKED)
 
 
 @needs_triton
 @pytest.mark.parametrize("window", [(2**31 - 1, 0), (-1, 2**31 - 1), (2**40, 2**40)])
 def test_a_window_wider_than_any_text(window):
     case = testing.AttentionCase("wide", (3, 1), (21, 18), options={"causal": False, "window_size": window})
-    testing.check_attention(paged.attention, case, device=ON, **KERNEL)
+    testing.check_attention(paged.attention, case, device=ON, **CHECKED)
 
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])

@@ -462,6 +462,10 @@ class _Largest(TorchDispatchMode):
 
     elements = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would else import its compiler here, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, tuple | list) else [result]:
