@@ -113,10 +113,14 @@ def test_stop_tokens_end_a_text(model, texts):
 
 def test_a_seeded_sample_survives_preemption(model):
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=n) for i, n in enumerate(ANSWERS)]
-    alone = [generate(model, PagedCache(TOY, 40, 4), [p], one)[0].tokens for p, one in zip(PROMPTS, params, strict=True)]
+    alone = [
+        generate(model, PagedCache(TOY, 40, 4), [p], one)[0].tokens for p, one in zip(PROMPTS, params, strict=True)
+    ]
     cache = PagedCache(TOY, 9, 4)
     made = Scheduler(cache.manager, "chunked", 16, 6, 5, watermark=0)
-    found = list(serve(model, cache, made, [Request(i, p, one) for i, (p, one) in enumerate(zip(PROMPTS, params, strict=True))]))
+    found = list(
+        serve(model, cache, made, [Request(i, p, one) for i, (p, one) in enumerate(zip(PROMPTS, params, strict=True))])
+    )
     assert {r.request_id: r.tokens for r in found} == dict(enumerate(alone))
     assert sum(r.preemptions for r in found) > 0
 
@@ -130,7 +134,7 @@ def test_a_text_ends_where_the_model_does(model):
 
 
 def test_a_step_that_fails_loses_nothing(model, texts):
-    cache, fails = PagedCache(TOY, 12, 4), itertools.count()
+    cache, rng = PagedCache(TOY, 12, 4), random.Random(0)
     made = Scheduler(cache.manager, "chunked", 16, 6, 5)
     broken = functools.partial(Decoder.forward, model)
 
@@ -138,20 +142,23 @@ def test_a_step_that_fails_loses_nothing(model, texts):
         device = model.device
 
         def __call__(self, batch, cache):
-            if next(fails) % 4 == 2:
+            if rng.random() < 0.1:
                 raise RuntimeError("a cosmic ray")
             logits = broken(batch, cache)
-            if next(fails) % 5 == 4:
+            if rng.random() < 0.1:
                 raise RuntimeError("another, after the pass")
             return logits
 
-    requests = [Request(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(PROMPTS, ANSWERS, strict=True))]
+    requests = [
+        Request(i, p, SamplingParams(max_tokens=n)) for i, (p, n) in enumerate(zip(PROMPTS, ANSWERS, strict=True))
+    ]
     found, errors = {}, 0
     for request in requests:
         made.add(request)
     while made.has_work:
         try:
-            found |= {r.request_id: r.tokens for r in serve(Sometimes(), cache, made)}
+            for done in serve(Sometimes(), cache, made):
+                found[done.request_id] = done.tokens
         except RuntimeError:
             errors += 1
             made.audit()
@@ -162,10 +169,10 @@ def test_a_step_that_fails_loses_nothing(model, texts):
 
 def test_logits_are_asked_for_only_where_a_token_is_due(model):
     made = held(Scheduler(books(20), "chunked", 64, 4, 4), asks(0, 3), asks(1, 10))
-    for expected in ([2], [0], [0, 2], [0, 1]):  # R8
+    for expected in ([2], [0], [0, 2], [0, 1]):
         step = made.schedule()
         assert step.batch().logits_indices.tolist() == expected
-        made.update(step)
+        made.update(step, [0] * len(step.sampled))
 
 
 # --- cases that have broken real systems -----------------------------------------------------------------------------
@@ -204,9 +211,8 @@ def test_r3_a_preempted_request_computes_prompt_and_answer_again():
 
 def test_r5_nobody_is_skipped_because_somebody_else_was_preempted():
     made = Scheduler(books(5), "chunked", 4, 4, 2, watermark=0)
-    held(made, asks(1, 4, 5), asks(2, 3, 5))
-    for _ in range(3):
-        made.update(made.schedule())
+    held(made, asks(1, 2, 5), asks(2, 1, 5))
+    made.update(made.schedule())
     held(made, asks(0, 11, 5))
     made.update(made.schedule())
     assert [r.request_id for r in made.prefilling] == [0]
@@ -254,7 +260,7 @@ def test_chunks_fill_what_decodes_leave():
 
 
 def test_the_watermark_is_left_free_while_somebody_runs():
-    made = held(Scheduler(books(10), "chunked", watermark=0.2), asks(0, 16, 20), asks(1, 16, 1))
+    made = held(Scheduler(books(10), "chunked", watermark=0.3), asks(0, 16, 20), asks(1, 16, 1))
     assert [r.request_id for r in made.schedule().requests] == [0]
     roomy = held(Scheduler(books(10), "chunked", watermark=0.0), asks(0, 16, 20), asks(1, 16, 1))
     assert [r.request_id for r in roomy.schedule().requests] == [0, 1]
@@ -281,7 +287,9 @@ def test_random_workloads(rng, policy):
         rng.choice([None, 1, 3, 16]), watermark=rng.choice([0.0, 0.1]), max_wait=rng.choice([0, 3, 50]),
         aged_share=rng.choice([0.0, 0.3, 1.0]),
     )  # fmt: skip
-    todo = [asks(i, rng.randint(1, 30), rng.randint(0, 12), client=rng.choice("abc")) for i in range(rng.randint(1, 15))]
+    todo = [
+        asks(i, rng.randint(1, 30), rng.randint(0, 12), client=rng.choice("abc")) for i in range(rng.randint(1, 15))
+    ]
     answers = {r.request_id: r.params.max_tokens for r in todo}
     prompts = {r.request_id: r.num_prompt_tokens for r in todo}
     ended: list[Request] = []
@@ -348,25 +356,27 @@ def test_a_prompt_beside_many_decodes_gets_its_share():
     """The budget has one token more than there are decodes: without ageing a prompt takes a step a token."""
     first = {}
     for policy in ("chunked", "fair"):
-        made = held(Scheduler(books(1000), policy, 32, 32, max_wait=10, aged_share=0.25), *[asks(i, 1, 200) for i in range(31)])
+        made = held(
+            Scheduler(books(1000), policy, 32, 32, max_wait=10, aged_share=0.25), *[asks(i, 1, 200) for i in range(31)]
+        )
         made.update(made.schedule())
         late = asks(99, 100, 1)
         held(made, late)
         play(made, 150, start=1)
         first[policy] = late.token_times[0]
-    assert first == {"chunked": 101, "fair": 1 + 10 + math.ceil((100 - 10) / 8)}
+    assert first == {"chunked": 101, "fair": 10 + math.ceil((100 - 9) / 8)}
 
 
 def test_an_aged_prompt_takes_the_place_of_who_came_later():
     made = Scheduler(books(1000), "fair", 8, 2, max_wait=5)
-    held(made, asks(0, 1, 100, client="greedy"))
+    held(made, asks(0, 1, 100, client="greedy"), asks(3, 1, 4, client="greedy"))
     made.update(made.schedule(0), None, 1)
-    held(made, asks(1, 30, 2, client="greedy"), asks(2, 1, 100, client="modest"))
+    held(made, asks(1, 30, 2, client="greedy", arrival=1.0), asks(2, 1, 100, client="modest", arrival=1.0))
     seen = play(made, 8, start=1)
-    assert [sorted(step) for step, _ in seen] == [[0, 2]] * 4 + [[0, 1]] * 4
-    assert [gone for _, gone in seen].count([2]) == 1
-    play(made)
-    assert {r.request_id: r.num_new_tokens for r in made.take_finished()} == {0: 100, 1: 2, 2: 100}
+    assert [sorted(step) for step, _ in seen] == [[0, 3]] * 3 + [[0, 2]] * 2 + [[0, 1]] * 3
+    assert [gone for _, gone in seen] == [[]] * 5 + [[2], [], []]
+    play(made, start=9)
+    assert {r.request_id: r.num_new_tokens for r in made.take_finished()} == {0: 100, 1: 2, 2: 100, 3: 4}
 
 
 def test_clients_share_alike_however_much_they_ask():
@@ -581,7 +591,9 @@ def test_the_trace_tells_every_step_and_life():
     assert [e["name"] for e in steps] == ["prefill", "prefill", "mixed", "decode"]
     assert sum(e["dur"] for e in steps) == pytest.approx(5.6e6)
     lives = {(e["tid"], e["name"]): e["dur"] for e in events if e["ph"] == "X" and e["pid"] == 1}
-    assert lives == pytest.approx({(0, "prefill"): 3e6, (0, "decode"): 2.6e6, (1, "queued"): 1e6, (1, "prefill"): 1.5e6})
+    assert lives == pytest.approx(
+        {(0, "prefill"): 3e6, (0, "decode"): 2.6e6, (1, "queued"): 1e6, (1, "prefill"): 1.5e6}
+    )
 
 
 def test_metrics_refuse_what_is_no_figure():
@@ -610,11 +622,18 @@ def test_roofline_cost_is_the_cost_of_the_pass():
         cost = RooflineCost(model, hardware, overhead=0.001)
         for _ in range(30):
             decodes = [rng.randint(2, 9000) for _ in range(rng.randint(0, 40))]
-            chunks = [(q := rng.randint(1, 3000), q + rng.randint(0, 9000)) for _ in range(rng.randint(0 if decodes else 1, 3))]
+            chunks = [
+                (q := rng.randint(1, 3000), q + rng.randint(0, 9000))
+                for _ in range(rng.randint(0 if decodes else 1, 3))
+            ]
             shape = StepShape.build(decodes, chunks)
-            work = costs.forward(model, [*[1] * len(decodes), *[q for q, _ in chunks]], [*decodes, *[kv for _, kv in chunks]])
+            work = costs.forward(
+                model, [*[1] * len(decodes), *[q for q, _ in chunks]], [*decodes, *[kv for _, kv in chunks]]
+            )
             assert cost.work(shape) == pytest.approx((work.bytes, work.flops), rel=1e-12)
-            assert cost.seconds(shape) == pytest.approx(0.001 + costs.roofline_time(work, hardware), rel=1e-12)
+            assert cost.floor(shape) == pytest.approx(costs.roofline_time(work, hardware), rel=1e-12)
+            over = (cost.seconds(shape) - 0.001) / cost.floor(shape)
+            assert 1 - 1e-12 <= over <= 2 + 1e-12
             assert all(0 <= u <= 1 for u in cost.utilisation(shape))
     with pytest.raises(ValueError, match="deepseek-v3, which has experts"):
         RooflineCost(config.get("deepseek-v3"), costs.HARDWARE["h200"])
@@ -645,7 +664,7 @@ def test_a_fit_finds_what_made_the_times():
 
 
 def test_a_fit_of_the_roofline_is_close():
-    """The roofline bends where its two lines cross; hinges at fixed counts follow it."""
+    """The roofline of the weights bends where its two lines cross; slopes that rise at fixed counts follow it."""
     rng = random.Random(2)
     roofline = RooflineCost(config.get("llama-3-8b"), costs.HARDWARE["h200"])
     shapes = list(random_shapes(rng, 300))
@@ -656,7 +675,11 @@ def test_a_fit_of_the_roofline_is_close():
 
 def test_a_fit_refuses():
     shape = StepShape.build([5])
-    for shapes, seconds, match in (([], [], "shapes has 0"), ([shape], [1.0, 2.0], "seconds 2"), ([shape], [0.0], "holds 0.0")):
+    for shapes, seconds, match in (
+        ([], [], "shapes has 0"),
+        ([shape], [1.0, 2.0], "seconds 2"),
+        ([shape], [0.0], "holds 0.0"),
+    ):
         with pytest.raises(ValueError, match=match):
             fit(shapes, seconds)
     with pytest.raises(ValueError, match="records hold a shape without decode_kv"):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvlab import costs
-from kvlab.config import ModelConfig
+from kvlab.config import ModelConfig, is_number
 from kvlab.costs import Hardware
 from kvlab.scheduler._scheduler import Step
 
@@ -68,13 +68,12 @@ class CostModel(Protocol):
 
 
 class RooflineCost:
-    """The least time of a step: its bytes or its operations at the hardware's rates, whichever takes longer.
-
-    It is ``costs.roofline_time(costs.forward(...))``, with the sums over sequences done beforehand.
+    """The least time of a step whose operators run one after another: products with weights, then attention, and each
+    takes its bytes or its operations at the hardware's rates, whichever is longer.
 
     Shapes and units: ``overhead``, in seconds, is added to each step.
 
-    Raises: ValueError for a mixture of experts, whose weights are not read in proportion.
+    Raises: ValueError for a mixture of experts, whose weights are not read in proportion, or a negative overhead.
 
     Source: chapter 06; Williams et al. 2009.
     """
@@ -82,35 +81,47 @@ class RooflineCost:
     def __init__(self, config: ModelConfig, hardware: Hardware, dtype: str = "bf16", overhead: float = 0.0) -> None:
         if config.moe is not None:
             raise ValueError(f"config is {config.name}, which has experts; its work is not proportional to its tokens")
-        if not overhead >= 0:
-            raise ValueError(f"overhead is {overhead!r}; it must be 0 or more seconds")
+        if not is_number(overhead) or overhead < 0:
+            raise ValueError(f"overhead is {overhead!r}; it must be a finite number of seconds, 0 or more")
         self.hardware, self.overhead = hardware, overhead
         self.label = f"roofline of {config.name} on {hardware.name}"
         one, two = costs.forward(config, [1], [1], dtype), costs.forward(config, [1, 1], [1, 1], dtype)
-        longer, pair = costs.forward(config, [1], [2], dtype), costs.forward(config, [2], [2], dtype)
-        self._weights = one.bytes_weights
-        self._pair_flops = longer.flops - one.flops  # of one more key that a query sees
-        self._kv_bytes = longer.bytes - one.bytes  # of one more token of cache that is read
+        pair = costs.forward(config, [2], [2], dtype)
+        self._weights, self._kv_bytes, self._pair_flops = one.bytes_weights, one.bytes_kv_read, one.flops_attention
+        self._token_bytes = one.bytes_kv_write + one.bytes_activations
         self._token_flops = pair.flops_linear - one.flops_linear
-        self._token_bytes = pair.bytes_kv_write - one.bytes_kv_write + pair.bytes_activations - one.bytes_activations
-        self._head_flops = two.flops_linear - one.flops_linear - self._token_flops  # of one sequence's logits
+        self._head_flops = two.flops_linear - pair.flops_linear  # of one sequence's logits
+
+    def _parts(self, shape: StepShape) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(bytes, operations) of the products with weights and what belongs to them, and of attention."""
+        tokens, kv = shape.num_tokens, shape.decode_kv + shape.chunk_kv
+        flops = tokens * self._token_flops + (shape.decodes + shape.chunks) * self._head_flops
+        pairs = shape.decode_kv + shape.chunk_pairs
+        return (self._weights + tokens * self._token_bytes, flops), (kv * self._kv_bytes, pairs * self._pair_flops)
 
     def work(self, shape: StepShape) -> tuple[float, float]:
         """Bytes and operations of a step. Source: chapter 00."""
-        sequences, tokens, kv = shape.decodes + shape.chunks, shape.num_tokens, shape.decode_kv + shape.chunk_kv
-        pairs = shape.decode_kv + shape.chunk_pairs
-        flops = tokens * self._token_flops + sequences * self._head_flops + pairs * self._pair_flops
-        return self._weights + tokens * self._token_bytes + kv * self._kv_bytes, flops
+        (linear_bytes, linear_flops), (attention_bytes, attention_flops) = self._parts(shape)
+        return linear_bytes + attention_bytes, linear_flops + attention_flops
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of one step. Source: Williams et al. 2009."""
-        nbytes, flops = self.work(shape)
-        return max(nbytes / self.hardware.bandwidth, flops / self.hardware.flops) + self.overhead
+        """Seconds of one step, the overhead included. Source: chapter 06."""
+        linear, attention = self._parts(shape)
+        return self._time(*linear) + self._time(*attention) + self.overhead
+
+    def floor(self, shape: StepShape) -> float:
+        """Seconds under which no step runs, its operators overlapping in any way: ``costs.roofline_time`` of the pass.
+
+        Source: Williams et al. 2009."""
+        return self._time(*self.work(shape))
 
     def utilisation(self, shape: StepShape) -> tuple[float, float]:
         """The share of the step's time for which memory and arithmetic are busy. Source: chapter 06."""
         (nbytes, flops), time = self.work(shape), self.seconds(shape)
         return nbytes / self.hardware.bandwidth / time, flops / self.hardware.flops / time
+
+    def _time(self, nbytes: float, flops: float) -> float:
+        return max(nbytes / self.hardware.bandwidth, flops / self.hardware.flops)
 
 
 _KNOTS = (64, 128, 256, 512, 1024, 2048)
@@ -171,7 +182,9 @@ def fit(shapes: Iterable[StepShape], seconds: Iterable[float], label: str = "fit
     """
     steps, times = list(shapes), np.array(list(seconds), dtype=np.float64)
     if len(steps) != len(times) or not steps:
-        raise ValueError(f"shapes has {len(steps)} entries and seconds {len(times)}; both must have one a step, 1 or more")
+        raise ValueError(
+            f"shapes has {len(steps)} entries and seconds {len(times)}; both must have one a step, 1 or more"
+        )
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise ValueError(f"seconds holds {times[~(np.isfinite(times) & (times > 0))][0]}; a step takes a positive time")
     terms = np.array([_terms(shape) for shape in steps], dtype=np.float64)
@@ -208,7 +221,7 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def fit_records(records: Iterable[Mapping[str, Any]], label: str = "fitted to recorded steps") -> FittedCost:
-    """Fit a model to the records of ``python -m kvlab.bench scheduler --only steps``, as ``figures.records`` gives them.
+    """Fit a model to records of ``python -m kvlab.bench scheduler --only steps``, as ``figures.records`` gives them.
 
     Raises: ValueError as ``fit``, or for a record that lacks a part of the shape.  Source: chapter 06.
     """
@@ -217,4 +230,6 @@ def fit_records(records: Iterable[Mapping[str, Any]], label: str = "fitted to re
     for row in rows:
         if missing := [name for name in names if name not in row["shape"]]:
             raise ValueError(f"records hold a shape without {', '.join(missing)}; a step's has {', '.join(names)}")
-    return fit([StepShape(**{n: int(r["shape"][n]) for n in names}) for r in rows], [r["ms"] / 1e3 for r in rows], label)
+    return fit(
+        [StepShape(**{n: int(r["shape"][n]) for n in names}) for r in rows], [r["ms"] / 1e3 for r in rows], label
+    )

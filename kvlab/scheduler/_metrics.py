@@ -23,9 +23,10 @@ _COLUMNS = "start end decodes chunks chunk_tokens running waiting kv_use preempt
 class Served:
     """One request that has ended, in the field's terms.
 
-    Shapes and units: times in seconds. ``ttft`` from arrival to the first token; ``itl`` the gaps between tokens, float32
-    [n - 1]; ``tpot`` their mean, (e2e - TTFT) / (n - 1), None with fewer than two tokens; ``queue_time`` from arrival
-    until it was admitted; ``e2e`` from arrival to its end. ``ttft`` and ``queue_time`` are None where it never came so far.
+    Shapes and units: times in seconds. ``ttft`` from arrival to the first token; ``itl`` the gaps between tokens,
+    float32 [n - 1]; ``tpot`` their mean, (e2e - TTFT) / (n - 1), None with fewer than two tokens; ``queue_time`` from
+    arrival until it was admitted; ``e2e`` from arrival to its end. ``ttft`` and ``queue_time`` are None where it never
+    came so far.
 
     Source: chapter 06; the definitions of vLLM's benchmarks.
     """
@@ -149,9 +150,9 @@ class Metrics:
                 raise ValueError(f"{name} is {limit!r}; it must be a positive number of seconds, or None")
 
         def good(s: Served) -> bool:
-            gaps = {"ttft": s.ttft, "tpot": s.tpot, "itl": float(s.itl.max()) if len(s.itl) else None}
-            limits = {"ttft": ttft, "tpot": tpot, "itl": itl}
-            return all(gaps[n] is None or limits[n] is None or gaps[n] <= limits[n] for n in gaps)
+            longest = float(s.itl.max()) if len(s.itl) else None
+            pairs = ((s.ttft, ttft), (s.tpot, tpot), (longest, itl))
+            return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
         count = sum(good(s) for s in self.served if s.reason in ("stop", "length"))
         return count / self.seconds if self.seconds else 0.0
@@ -191,7 +192,7 @@ class Metrics:
         lines: list[str] = []
 
         def metric(name: str, kind: str, about: str, samples: Sequence[tuple[str, float]]) -> None:
-            label = ' (simulated)' if self.simulated else ""
+            label = " (simulated)" if self.simulated else ""
             lines.extend((f"# HELP {prefix}_{name} {about}{label}", f"# TYPE {prefix}_{name} {kind}"))
             lines.extend(f"{prefix}_{name}{suffix} {value:.10g}" for suffix, value in samples)
 
@@ -239,15 +240,15 @@ class Metrics:
             used = {"kv_use": step["kv_use"]}
             events.append({"ph": "C", "pid": 0, "name": "KV use", "ts": end, "args": used})
         for s in self.served:
-            marks = [("queued", s.queue_time), ("prefill", s.ttft), ("decode", s.e2e)]
+            marks: list[tuple[str, float | None]] = [("queued", s.queue_time), ("prefill", s.ttft), ("decode", s.e2e)]
             begin = 0.0
-            for name, end in marks:
-                if end is not None and end > begin:
+            for name, until in marks:
+                if until is not None and until > begin:
                     events.append({
                         "ph": "X", "pid": 1, "tid": s.request_id, "name": name, "ts": 1e6 * (s.arrival + begin),
-                        "dur": 1e6 * (end - begin), "args": {"client": s.client, "reason": s.reason},
+                        "dur": 1e6 * (until - begin), "args": {"client": s.client, "reason": s.reason},
                     })  # fmt: skip
-                    begin = end
+                    begin = until
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 

@@ -103,7 +103,7 @@ class FairQueue:
         heapq.heappush(self._heap, (self.accounts[client], self._ties, client))
 
     def _head(self) -> str | None:
-        """The waiting client with the lowest account. Accounts only grow: an old entry is written anew, not searched."""
+        """The waiting client with the lowest account. Accounts only grow, so an old entry is written anew on top."""
         while self._heap:
             written, _, client = self._heap[0]
             requests = self._waiting[client]

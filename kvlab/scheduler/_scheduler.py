@@ -77,10 +77,10 @@ class Step:
 class Scheduler:
     """Decides, step by step, who computes how many tokens, and who has which blocks.
 
-    ``static`` takes a batch and no one else until all of it is done. ``continuous`` lets new prompts in at every step and
-    computes them first, alone. ``chunked`` mixes: decodes first, then prompts under way, then new ones, until the budget
-    is spent. ``fair`` is ``chunked`` with two rules more: the client that has had least comes next, and a prompt older
-    than ``max_wait`` has a share of every step, if need be at the cost of whoever came later.
+    ``static`` takes a batch and no one else until all of it is done. ``continuous`` lets new prompts in at every step
+    and computes them first, alone. ``chunked`` mixes: decodes first, then prompts under way, then new ones, until the
+    budget is spent. ``fair`` is ``chunked`` with two rules more: the client that has had least comes next, and a prompt
+    older than ``max_wait`` has a share of every step, if need be at the cost of whoever came later.
 
     A request that finds no block for its next token takes those of the one that came last, which goes back to the front
     of the queue and later computes its prompt and all it had written anew. Its text does not change.
@@ -93,7 +93,7 @@ class Scheduler:
         max_num_batched_tokens        the budget of a step, in tokens
         max_num_seqs                  requests running at once, at most; no more than the budget
         long_prefill_token_threshold  the longest chunk of one prompt, in tokens; None: the budget is the only limit
-        max_model_len                 the longest text, in tokens (a model's ``config.max_seq_len``); None: the pool's size
+        max_model_len                 the longest text, in tokens (a model's ``config.max_seq_len``); None: what fits
         watermark                     part of the pool that admitting a request leaves free, unless nobody runs
         max_wait                      age in seconds from which ``fair`` gives a prompt its share
         aged_share                    that share, as a part of the budget

@@ -31,7 +31,9 @@ def simulate(scheduler: Scheduler, workload: Iterable[Request], cost_model: Cost
             if following.stops:
                 raise ValueError(f"request {following.request_id} has stop tokens; a simulation makes no tokens")
             if following.arrival < latest:
-                raise ValueError(f"workload has an arrival at {following.arrival} after {latest}; they must be in order")
+                raise ValueError(
+                    f"workload has an arrival at {following.arrival} after {latest}; they must be in order"
+                )
             latest = following.arrival
             scheduler.add(following)
             following = next(coming, None)
