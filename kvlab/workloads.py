@@ -454,7 +454,11 @@ def save_trace(requests: Iterable[scheduler.Request], path: str | Path) -> None:
     Source: chapter 06; Qin et al. 2024 (Mooncake).
     """
     rows = (
-        {"timestamp": round(1e3 * r.arrival, 3), "input_length": r.num_prompt_tokens, "output_length": r.params.max_tokens}
+        {
+            "timestamp": round(1e3 * r.arrival, 3),
+            "input_length": r.num_prompt_tokens,
+            "output_length": r.params.max_tokens,
+        }
         for r in requests
     )
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

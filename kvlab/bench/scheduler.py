@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ import torch
 
 from kvlab import config as configs
 from kvlab import flash_decoding, workloads
-from kvlab.bench import Record, Session, measure
+from kvlab.bench import Record, Session, Timing, measure
 from kvlab.bench._session import device_name
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, PagedCache
@@ -64,11 +65,12 @@ def host(session: Session) -> Iterator[Record]:
     running, counts, steps = (8, [0, 100], 20) if session.quick else (256, [0, 1000, 10_000, 100_000], 600)
     for policy, waiting in itertools.product(("continuous", "chunked", "fair"), counts):
         spent = host_times(policy, running, waiting, steps)
-        ordered = sorted(spent)
-        median = ordered[len(ordered) // 2]
-        shape: Shape = {"running": running, "waiting": waiting, "policy": policy, "mean": sum(spent) / len(spent),
-                        "p99": ordered[int(0.99 * (len(ordered) - 1))]}  # fmt: skip
-        record = session.record("scheduler.host", "kvlab", median, "ms", shape=shape, dtype="none", ms=median)
+        low, median, high = statistics.quantiles(spent, n=4)
+        shape: Shape = {"running": running, "waiting": waiting, "policy": policy}
+        record = session.record(
+            "scheduler.host", "kvlab", median, "ms", shape=shape, dtype="none",
+            timing=Timing(median, high - low, len(spent)),
+        )  # fmt: skip
         yield replace(record, device=device_name(torch.device("cpu")), driver=None)
 
 
