@@ -396,7 +396,8 @@ def bursty(rate: float, count: int, seed: int = 0, burst: float = 8.0) -> list[f
     _check_arrivals(rate, count)
     if not is_number(burst) or burst < 1:
         raise ValueError(f"burst is {burst!r}; it must be a finite number, 1 or more")
-    rng, times, start = random.Random(seed), [], 0.0
+    rng, start = random.Random(seed), 0.0
+    times: list[float] = []
     while len(times) < count:
         start += rng.expovariate(rate / burst)
         size = 1

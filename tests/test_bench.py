@@ -34,10 +34,12 @@ from kvlab.bench import (
     race,
     rotations,
     save,
+    scheduler,
     table,
 )
 from kvlab.bench.__main__ import main
 from kvlab.bench._session import commit
+from kvlab.scheduler import StepShape, fit_records
 
 PROMISED = "run bench impl version shape dtype value unit ms spread error device driver torch triton date commit"
 
@@ -766,3 +768,34 @@ def test_decode_ratios_are_to_the_best_peer_of_the_race(session):
     assert [(ratio, share) for _, ratio, share in decode.ratios(records)] == [(1.25, 0.8), (0.5, 0.01)]
     assert decode.ratios(records[:3])[0][2] is None
     assert decode.summary(records[:1]) == ""
+
+
+def test_the_scheduler_benchmark_measures_each_of_its_parts(tmp_path):
+    file = tmp_path / "records.json"
+    assert main(["scheduler", "--quick", "--device", "cpu", "--out", str(file)]) == 0
+    found = load(file)
+    assert {r.bench.partition(".")[2] for r in found} == {"host", "step", "serving", "held_out"}
+    steps = [asdict(r) for r in found if r.bench == "scheduler.step"]
+    model = fit_records(steps)
+    assert len(model.residuals) == len(steps)
+    workloads_ = {r.shape["workload"] for r in found if r.bench == "scheduler.held_out"}
+    assert workloads_ == set(scheduler.held_out_workloads())
+    ways = {r.shape["workload"] for r in found if r.bench == "scheduler.serving"}
+    assert ways < set(scheduler.WAYS)
+
+
+def test_timed_steps_are_the_steps_they_are_said_to_be():
+    session = Session("cpu", quick=True)
+    server = scheduler.Server.build(session)
+    lens = [(1, 20), (7, 7), (5, 30)]
+    step = server.fill(lens)
+    assert StepShape.of(step) == StepShape.build([20], [(7, 7), (5, 30)])
+    for _ in range(2):  # what was computed is undone
+        assert len(server.run(step)) == 3
+    gpu = types.SimpleNamespace(quick=False, on_gpu=True)
+    shapes = [
+        StepShape.build([n for q, n in lens if q == 1], [x for x in lens if x[0] > 1]) for lens in scheduler.grid(gpu)
+    ]
+    assert len(set(shapes)) == len(shapes) > 200
+    assert max(s.chunk_tokens for s in shapes) == 16384
+    assert max(s.decode_kv for s in shapes) <= 128 * 6000

@@ -29,24 +29,24 @@ TRACE = Path(__file__).parent / "traces" / "decodes_and_prompts.jsonl"
 BLOCK_SIZE = 16
 Shape = dict[str, int | float | str]
 
-# policy, budget, places, longest chunk: what serves each workload, here and in the simulation
-WAYS: dict[str, tuple[str, int, int, int | None]] = {
+Way = tuple[str, int, int, int | None]  # policy, budget, places, longest chunk
+WAYS: dict[str, Way] = {  # what serves the fixed workload, here and in the simulation
     "static": ("static", 32768, 64, None),
     "continuous": ("continuous", 32768, 64, None),
     "chunked 256": ("chunked", 320, 64, 256),
     "chunked 512": ("chunked", 576, 64, 512),
     "chunked 2048": ("chunked", 2112, 64, 2048),
 }
-HELD_OUT_WAY = ("chunked", 1024, 128, 512)
+HELD_OUT_WAY: Way = ("chunked", 1024, 128, 512)
 
 
 def run(session: Session) -> Iterator[Record]:
     """The host's share, then steps, then whole workloads.
 
     Shapes and units:
-        scheduler.host       ms of ``schedule`` and ``update`` with ``running`` requests that decode and ``waiting`` more
-        scheduler.step       ms of one forward pass by the wall's clock, batch and sampling included; the shape is that of
-                             ``scheduler.StepShape``
+        scheduler.host       ms of ``schedule`` and ``update`` with ``running`` requests that decode, ``waiting`` more
+        scheduler.step       ms of one forward pass by the wall's clock, batch and sampling included; the shape is that
+                             of ``scheduler.StepShape``
         scheduler.serving    figures of the fixed workload of long prompts among decodes, by policy: ms of ITL and TTFT,
                              tokens/s, seconds
         scheduler.held_out   ms of ITL and TTFT of three workloads that no model of step times was fitted to
@@ -75,7 +75,7 @@ def host(session: Session) -> Iterator[Record]:
 
 
 def host_times(policy: str, running: int, waiting: int, steps: int) -> list[float]:
-    """ms of ``schedule`` plus ``update`` in each of so many decode steps of ``running`` requests, with ``waiting`` more.
+    """ms of ``schedule`` plus ``update`` in each of so many decode steps of ``running`` requests, ``waiting`` more.
 
     Source: chapter 06.
     """
@@ -235,8 +235,8 @@ def figures_of(run: Metrics) -> dict[str, tuple[float, str]]:
 
 
 def _served(
-    session: Session, server: Server, bench: str, requests: list[Request], name: str, way: tuple[str, int, int, int | None]
-) -> Iterator[Record]:  # fmt: skip
+    session: Session, server: Server, bench: str, requests: list[Request], name: str, way: Way
+) -> Iterator[Record]:
     policy, budget, places, chunk = way
     scheduler = Scheduler(server.cache.manager, policy, budget, places, chunk)
     run = Metrics()
@@ -264,8 +264,7 @@ def serving(session: Session) -> Iterator[Record]:
     server = Server.build(session)
     _warm(server)
     for name in ["continuous", "chunked 512"] if session.quick or not session.on_gpu else list(WAYS):
-        policy, budget, places, chunk = WAYS[name]
-        yield from _served(session, server, "scheduler.serving", fixed(session), name, (policy, budget, places, chunk))
+        yield from _served(session, server, "scheduler.serving", fixed(session), name, WAYS[name])
 
 
 def held_out(session: Session) -> Iterator[Record]:

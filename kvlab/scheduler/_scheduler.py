@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -451,8 +452,8 @@ class Scheduler:
         if self.policy == "fair":
             for request, chunk in step.prefills.items():
                 self.queue.charge(request.client, chunk)
-            for request in step.decodes:
-                self.queue.charge(request.client, self.decode_weight)
+            for client, count in Counter([request.client for request in step.decodes]).items():
+                self.queue.charge(client, count * self.decode_weight)
 
     def _require_in_flight(self, step: Step) -> None:
         if step is not self._in_flight:
