@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ def chunk_costs(function: Callable[..., Any]) -> None:
 
 
 def _figures(arrival: float, times: Sequence[float]) -> tuple[float, float | None, float | None]:
-    gaps = [b - a for a, b in zip(times[:-1], times[1:], strict=True)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     return times[0] - arrival, sum(gaps) / len(gaps) if gaps else None, max(gaps) if gaps else None
 
 
@@ -261,7 +262,8 @@ def _tables(
         starts.append(starts[-1] + q)
         for unused in range(-(-n // P), width):
             row[unused] = rng.choice([-1, 2**30])
-    return (*(torch.tensor(x, dtype=torch.int32) for x in (table, starts, lens)), expected)
+    made = [torch.tensor(x, dtype=torch.int32) for x in (table, starts, lens)]
+    return made[0], made[1], made[2], expected
 
 
 def _launched(kernel: Any, table: Tensor, starts: Tensor, lens: Tensor, P: int, N: int, what: str) -> Tensor:
