@@ -23,10 +23,15 @@ from kvlab.sampling import SamplingParams
 from kvlab.scheduler import POLICIES, Metrics, Request, RooflineCost, Scheduler, StepShape, fit, serve, simulate
 
 TOY = config.ModelConfig(
-    "toy", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=32, vocab_size=50,
+    "toy", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=32, vocab_size=50,
     max_seq_len=256,
 )  # fmt: skip
+ON = runtime.device()
 needs_triton = pytest.mark.skipif(not runtime.can_launch(), reason="no kernel can be launched here")
+
+
+def pages(num_blocks: int) -> PagedCache:
+    return PagedCache(TOY, num_blocks, 4, attention=flash_decoding.attention, device=ON)
 
 
 def books(num_blocks: int, block_size: int = 4) -> BlockManager:
@@ -66,7 +71,7 @@ def play(made: Scheduler, steps: int = 10_000, start: int = 0) -> list[tuple[dic
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     torch.manual_seed(0)
-    made = Decoder(TOY)
+    made = Decoder(TOY, device=ON)
     for weights in made.parameters():
         weights.data.mul_(3)  # logits far enough apart for argmax not to hang on rounding
     return made
@@ -80,7 +85,7 @@ ANSWERS = (9, 12, 4, 1, 20, 7)
 def texts(model) -> list[list[int]]:
     """What each prompt gets when it is alone."""
     params = [SamplingParams(max_tokens=n) for n in ANSWERS]
-    return [generate(model, PagedCache(TOY, 40, 4), [p], one)[0].tokens for p, one in zip(PROMPTS, params, strict=True)]
+    return [generate(model, pages(40), [p], one)[0].tokens for p, one in zip(PROMPTS, params, strict=True)]
 
 
 def served(model, cache, made, order=range(6), **more) -> dict[int, Request]:
@@ -93,7 +98,7 @@ def served(model, cache, made, order=range(6), **more) -> dict[int, Request]:
 def test_every_text_is_what_it_is_alone(model, texts, policy, chunk):
     rng = random.Random(f"{policy} {chunk}")
     for num_blocks, budget, seqs in ((40, 2048, 256), (8, 16, 3), (9, 6, 6)):  # 8 blocks: the longest text just fits
-        cache, order = PagedCache(TOY, num_blocks, 4), rng.sample(range(6), 6)
+        cache, order = pages(num_blocks), rng.sample(range(6), 6)
         made = Scheduler(cache.manager, policy, budget, seqs, chunk, max_wait=0.0)
         found = served(model, cache, made, order)
         assert {i: r.tokens for i, r in found.items()} == dict(enumerate(texts))
@@ -103,7 +108,7 @@ def test_every_text_is_what_it_is_alone(model, texts, policy, chunk):
 
 
 def test_stop_tokens_end_a_text(model, texts):
-    cache = PagedCache(TOY, 40, 4)
+    cache = pages(40)
     stop = texts[4][5]
     request = Request(0, PROMPTS[4], SamplingParams(max_tokens=20, stop_token_ids=(stop,)))
     [found] = serve(model, cache, Scheduler(cache.manager), [request])
@@ -113,10 +118,8 @@ def test_stop_tokens_end_a_text(model, texts):
 
 def test_a_seeded_sample_survives_preemption(model):
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=n) for i, n in enumerate(ANSWERS)]
-    alone = [
-        generate(model, PagedCache(TOY, 40, 4), [p], one)[0].tokens for p, one in zip(PROMPTS, params, strict=True)
-    ]
-    cache = PagedCache(TOY, 9, 4)
+    alone = [generate(model, pages(40), [p], one)[0].tokens for p, one in zip(PROMPTS, params, strict=True)]
+    cache = pages(9)
     made = Scheduler(cache.manager, "chunked", 16, 6, 5, watermark=0)
     found = list(
         serve(model, cache, made, [Request(i, p, one) for i, (p, one) in enumerate(zip(PROMPTS, params, strict=True))])
@@ -126,15 +129,15 @@ def test_a_seeded_sample_survives_preemption(model):
 
 
 def test_a_text_ends_where_the_model_does(model):
-    cache = PagedCache(TOY, 100, 4)
+    cache = pages(100)
     made = Scheduler(cache.manager, max_model_len=TOY.max_seq_len)
     [found] = serve(model, cache, made, [Request(0, PROMPTS[0] * 50, SamplingParams(max_tokens=50))])
-    [alone] = generate(model, PagedCache(TOY, 100, 4), [PROMPTS[0] * 50], SamplingParams(max_tokens=50))
+    [alone] = generate(model, pages(100), [PROMPTS[0] * 50], SamplingParams(max_tokens=50))
     assert (found.tokens, found.finish_reason) == (alone.tokens, alone.finish_reason)
 
 
 def test_a_step_that_fails_loses_nothing(model, texts):
-    cache, rng = PagedCache(TOY, 12, 4), random.Random(0)
+    cache, rng = pages(12), random.Random(0)
     made = Scheduler(cache.manager, "chunked", 16, 6, 5)
     broken = functools.partial(Decoder.forward, model)
 
@@ -277,12 +280,10 @@ def test_blocks_that_others_hold_do_not_hang_the_engine():
     assert found == {0: ("rejected", 0), 1: ("length", 2), 2: ("length", 5)}
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.randoms(use_true_random=False), st.sampled_from(POLICIES))
-def test_random_workloads(rng, policy):
-    """Nobody lost or served twice, no budget exceeded, the books right after each step, all decodes go on."""
+def live(rng: random.Random, policy: str, kind: type[Scheduler] = Scheduler) -> None:
+    """A random workload to its end: nobody lost or served twice, no budget exceeded, the books right at each step."""
     seqs = rng.randint(1, 6)
-    made = Scheduler(
+    made = kind(
         books(rng.randint(2, 20), rng.randint(1, 5)), policy, rng.randint(seqs, 20), seqs,
         rng.choice([None, 1, 3, 16]), watermark=rng.choice([0.0, 0.1]), max_wait=rng.choice([0, 3, 50]),
         aged_share=rng.choice([0.0, 0.3, 1.0]),
@@ -290,41 +291,113 @@ def test_random_workloads(rng, policy):
     todo = [
         asks(i, rng.randint(1, 30), rng.randint(0, 12), client=rng.choice("abc")) for i in range(rng.randint(1, 15))
     ]
-    answers = {r.request_id: r.params.max_tokens for r in todo}
-    prompts = {r.request_id: r.num_prompt_tokens for r in todo}
-    ended: list[Request] = []
+    every, ended, computed = list(todo), [], {}
     for now in itertools.count():
         while todo and (rng.random() < 0.3 or not made.has_work):
             todo[-1].arrival = now
             made.add(todo.pop())
         if not todo and not made.has_work:
             break
-        before = {r.request_id for r in made.decoding}
+        before = set(made.decoding)
         step = made.schedule(now)
-        assert step.num_tokens <= made.max_num_batched_tokens
         assert step.num_tokens + step.budget == made.max_num_batched_tokens
+        assert step.budget >= 0
         assert len(set(step.requests)) == len(step.requests)
         assert all(0 < chunk <= made.max_chunk for chunk in step.prefills.values())
+        assert all(r.num_computed_tokens + q <= r.room for r, q in zip(step.requests, step.q_lens, strict=True))
         if policy == "chunked":
-            gone = {r.request_id for r in step.preempted}
-            assert before - gone == {r.request_id for r in step.decodes}
+            assert before - set(step.preempted) == set(step.decodes)
         if policy in ("static", "continuous"):
             assert not (step.decodes and step.prefills)
+        running = [r.order for r in (*made.prefilling, *made.decoding)]
+        assert all(r.order > max(running, default=-1) for r in step.preempted), "someone who came later goes on"
+        computed |= {r: 0 for r in step.preempted}
+        computed |= {r: computed.get(r, 0) + q for r, q in zip(step.requests, step.q_lens, strict=True)}
         if step:
             made.update(step, None, now + 1)
+        assert all(r.num_computed_tokens == computed[r] for r in step.requests), (
+            "a token was left out, or counted twice"
+        )
         made.audit()
         ended += made.take_finished()
-        assert now < 20_000, "it hangs"
+        assert now < 5000, "it hangs"
     ended += made.take_finished()
-    assert sorted(r.request_id for r in ended) == sorted(answers)
+    assert sorted(r.request_id for r in ended) == sorted(r.request_id for r in every)
     assert made.manager.pool.num_free == made.manager.pool.num_blocks
     for r in ended:
-        fits = made.capacity + 1 - prompts[r.request_id]
+        fits = made.capacity + 1 - r.num_prompt_tokens
         if fits < 1:
             assert r.finish_reason == "rejected"
         else:
-            assert (r.finish_reason, r.num_new_tokens) == ("length", min(answers[r.request_id], fits))
+            assert (r.finish_reason, r.num_new_tokens) == ("length", min(r.params.max_tokens, fits))
             assert len(r.token_times) == r.num_new_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(POLICIES))
+def test_random_workloads(rng, policy):
+    live(rng, policy)
+
+
+class KeepsBlocks(Scheduler):
+    def _leave(self, request):
+        free, self.manager.free = self.manager.free, lambda seq_id: None
+        super()._leave(request)
+        self.manager.free = free
+
+
+class KeepsItsPlace(Scheduler):
+    def _put_back(self, request):
+        computed = request.num_computed_tokens
+        super()._put_back(request)
+        request.num_computed_tokens = computed
+
+
+class TakesTheOldest(Scheduler):
+    def _latest(self):
+        return min([*self.prefilling, *self.decoding], key=lambda r: r.order, default=None)
+
+
+class ForgetsTheBudget(Scheduler):
+    def _decode(self, step):
+        before = step.budget
+        super()._decode(step)
+        step.budget = before
+
+
+class SkipsAfterPreemption(Scheduler):
+    def _decode(self, step):
+        super()._decode(step)
+        if step.preempted and step.decodes:
+            step.budget += 1
+            step.decodes.pop()
+
+
+class LosesTheVictim(Scheduler):
+    def _preempt(self, request, step):
+        super()._preempt(request, step)
+        request.state = "finished"
+
+
+class CountsAChunkTwice(Scheduler):
+    def update(self, step, tokens=None, now=0.0):
+        super().update(step, tokens, now)
+        for request in self.prefilling:
+            request.num_computed_tokens += request in step.prefills and request.remaining > 1
+
+
+MUTANTS = [KeepsBlocks, KeepsItsPlace, TakesTheOldest, ForgetsTheBudget, SkipsAfterPreemption, LosesTheVictim]
+
+
+@pytest.mark.parametrize("kind", [*MUTANTS, CountsAChunkTwice])
+def test_planted_bugs_are_caught(kind):
+    caught = 0
+    for seed in range(60):
+        try:
+            live(random.Random(seed), "chunked", kind)
+        except (AssertionError, ValueError, IndexError):
+            caught += 1
+    assert caught
 
 
 @settings(max_examples=100, deadline=None)
@@ -435,7 +508,7 @@ def test_a_thousand_requests_with_random_cancels_in_a_pool_for_three(policy):
 
 
 def test_cancelled_in_flight_is_over_with_the_step(model):
-    cache = PagedCache(TOY, 20, 4)
+    cache = pages(20)
     made = held(Scheduler(cache.manager, "chunked", 8, 4), Request(0, PROMPTS[0]), Request(1, PROMPTS[2]))
     step = made.schedule()
     assert made.cancel(0) is True
@@ -446,6 +519,28 @@ def test_cancelled_in_flight_is_over_with_the_step(model):
     made.update(step, scheduler.forward(model, cache, step))
     assert [r.finish_reason for r in made.take_finished()] == ["cancelled"] * 2
     assert cache.manager.seq_ids == []
+    assert not made.has_work
+
+
+def test_cancelled_beside_a_step_leaves_with_it():
+    """A decode that is not part of the prompt's step does not stay for another one."""
+    made = held(Scheduler(books(20), "continuous", 8, 4), asks(0, 3, 50))
+    made.update(made.schedule())
+    held(made, asks(1, 8))
+    step = made.schedule()
+    assert [r.request_id for r in step.requests] == [1]
+    assert made.cancel(0)
+    made.update(step)
+    assert [r.request_id for r in made.take_finished()] == [0]
+    made.audit()
+
+
+def test_an_end_of_its_own_comes_before_a_cancellation():
+    made = held(Scheduler(books(20), "chunked", 8, 4), asks(0, 3, 1))
+    step = made.schedule()
+    made.cancel(0)
+    made.update(step)
+    assert [r.finish_reason for r in made.take_finished()] == ["length"]
     assert not made.has_work
 
 
@@ -690,7 +785,7 @@ def test_a_fit_refuses():
 
 def test_a_simulation_is_the_scheduler_itself(model):
     """The same steps as the model's own loop, when both clocks stand still."""
-    cache = PagedCache(TOY, 12, 4)
+    cache = pages(12)
     real, made = Metrics(), Scheduler(cache.manager, "chunked", 16, 4, 5, watermark=0)
     served(model, cache, made, metrics=real)
     again = Scheduler(books(12), "chunked", 16, 4, 5, watermark=0)

@@ -156,6 +156,7 @@ class Scheduler:
         self.num_waiting = 0
         self._order = 0
         self._done: list[Request] = []
+        self._leaving: list[Request] = []  # cancelled while a step is in flight
         self._in_flight: Step | None = None
 
     # --- coming and going ---
@@ -212,6 +213,7 @@ class Scheduler:
             return False
         if request.state == RUNNING and self._in_flight is not None:
             request.cancelled = True
+            self._leaving.append(request)
         else:
             self._leave(request)
             self._finish(request, "cancelled", now)
@@ -270,7 +272,7 @@ class Scheduler:
             request.num_computed_tokens = length = request.num_tokens
             request.num_tokens = length = length + 1
             request.token_times.append(now)
-            if length >= request.limit or request.stops or request.cancelled:
+            if length >= request.limit or request.stops:
                 ended.append(request)
         for request, chunk in step.prefills.items():
             request.num_computed_tokens += chunk
@@ -280,10 +282,11 @@ class Scheduler:
             self.prefilling.remove(request)
             self.decoding.append(request)
             ended.append(request)
-        for request in [*ended, *[r for r in self.prefilling if r.cancelled]]:
+        for request in ended:
             if reason := _finish_reason(request):
                 self._leave(request)
                 self._finish(request, reason, now)
+        self._let_go(now)
 
     def undo(self, step: Step, now: float = 0.0) -> None:
         """Give up a step that failed: everybody in it is put back, as if preempted, and may be scheduled again.
@@ -294,9 +297,7 @@ class Scheduler:
         self._in_flight = None
         for request in step.requests:
             self._put_back(request)
-        for request in [r for r in self.requests.values() if r.cancelled]:
-            self._leave(request)
-            self._finish(request, "cancelled", now)
+        self._let_go(now)
 
     # --- policies ---
 
@@ -352,7 +353,7 @@ class Scheduler:
             if (waiting := self.queue.oldest()) is not None:
                 aged.append(waiting)
             request = min(aged, key=_order, default=None)
-            if request is None or now - request.arrival < self.max_wait:
+            if request is None or now - request.arrival < self.max_wait or request in step.preempted:
                 return
             while request.state == WAITING and not self._admit(request, now):
                 victim = self._latest()
@@ -442,6 +443,14 @@ class Scheduler:
         else:
             self.num_waiting -= 1
 
+    def _let_go(self, now: float) -> None:
+        """End whoever was cancelled while the step was in flight, if it did not end of itself."""
+        for request in self._leaving:
+            if request.state != FINISHED:
+                self._leave(request)
+                self._finish(request, "cancelled", now)
+        self._leaving.clear()
+
     def _finish(self, request: Request, reason: str, now: float) -> None:
         self.requests.pop(request.request_id, None)
         request.state, request.finish_reason, request.finished = FINISHED, reason, now
@@ -480,6 +489,7 @@ class Scheduler:
             assert request.remaining == 1, f"request {request.request_id} decodes and is {request.remaining} behind"
         for request in waiting:
             assert request.request_id not in self.manager, f"request {request.request_id} waits and holds blocks"
+            assert request.num_computed_tokens == 0, f"request {request.request_id} waits and has tokens computed"
 
 
 def _order(request: Request) -> int:
@@ -487,8 +497,6 @@ def _order(request: Request) -> int:
 
 
 def _finish_reason(request: Request) -> str | None:
-    if request.cancelled:
-        return "cancelled"
     if request.stops and request.tokens and request.tokens[-1] in request.stops:
         return "stop"
     return "length" if request.num_tokens >= request.limit else None
