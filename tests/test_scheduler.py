@@ -311,7 +311,7 @@ def live(rng: random.Random, policy: str, kind: type[Scheduler] = Scheduler) -> 
             assert not (step.decodes and step.prefills)
         running = [r.order for r in (*made.prefilling, *made.decoding)]
         assert all(r.order > max(running, default=-1) for r in step.preempted), "someone who came later goes on"
-        computed |= {r: 0 for r in step.preempted}
+        computed |= dict.fromkeys(step.preempted, 0)
         computed |= {r: computed.get(r, 0) + q for r, q in zip(step.requests, step.q_lens, strict=True)}
         if step:
             made.update(step, None, now + 1)

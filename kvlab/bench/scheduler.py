@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvlab import config as configs
-from kvlab import flash_decoding, workloads
+from kvlab import figures, flash_decoding, workloads
 from kvlab.bench import Record, Session, Timing, measure
 from kvlab.bench._session import device_name
+from kvlab.costs import HARDWARE, Hardware
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, PagedCache
 from kvlab.sampling import SamplingParams
-from kvlab.scheduler import Metrics, Request, Scheduler, Step, StepShape, forward, serve
+from kvlab.scheduler import Metrics, Request, RooflineCost, Scheduler, Step, StepShape, forward, serve
 
 TRACE = Path(__file__).parent / "traces" / "decodes_and_prompts.jsonl"
 BLOCK_SIZE = 16
@@ -105,11 +107,11 @@ class Server:
 
     @classmethod
     def build(cls, session: Session) -> Server:
-        """A Llama-3-8B shape with a pool of 480K tokens on a GPU; the small model that ships elsewhere.
+        """A Llama-3-8B shape and a pool of 480K tokens on a GPU; the small model that ships elsewhere or in a quick run.
 
         Source: chapter 06."""
-        name, tokens = ("llama-3-8b", 480_000) if session.on_gpu else ("stdlib-1m", 4096)
-        config = replace(configs.get(name), max_seq_len=32_768 if session.on_gpu else 4096)
+        name, tokens = ("llama-3-8b", 480_000) if _in_full(session) else ("stdlib-1m", 4096)
+        config = replace(configs.get(name), max_seq_len=32_768 if _in_full(session) else 4096)
         dtype = torch.bfloat16 if session.on_gpu else torch.float32
         torch.manual_seed(0)
         model = Decoder(config, dtype=dtype, device=session.device)
@@ -149,12 +151,16 @@ class Server:
         return tokens
 
 
+def _in_full(session: Session) -> bool:
+    return session.on_gpu and not session.quick
+
+
 def grid(session: Session) -> list[list[tuple[int, int]]]:
     """The steps that are timed: decodes of one context, chunks of one past, and both mixed.
 
     Shapes and units: a step is [(new tokens, length once they are computed)]. Source: chapter 06.
     """
-    if not session.on_gpu:
+    if not _in_full(session):
         decodes, contexts, chunks, pasts = [0, 4], [60], [16, 64], [0, 100]
     else:
         decodes, contexts = [0, 1, 8, 32, 64, 128], [500, 2000, 6000]
@@ -163,7 +169,7 @@ def grid(session: Session) -> list[list[tuple[int, int]]]:
     for b, n, chunk, past in itertools.product(decodes, contexts, chunks, pasts):
         if (b or n == contexts[0]) and (chunk <= 4096 or (b in (0, 32) and not past)):
             found.append([*[(1, n)] * b, (chunk, past + chunk)])
-    if session.on_gpu:  # several prompts in one step, as chat has them
+    if _in_full(session):  # several prompts in one step, as chat has them
         found += [[(p, p)] * count for p in (100, 300) for count in (1, 3, 8)]
         found += [[*[(1, 1500)] * b, *[(200, 200)] * 3] for b in (16, 64, 128)]
     return found
@@ -198,11 +204,9 @@ def steps(session: Session) -> Iterator[Record]:
 
 def fixed(session: Session) -> list[Request]:
     """The workload of ``serving``: on a GPU the one in the file, elsewhere a small likeness. Source: chapter 06."""
-    if session.on_gpu:
-        return workloads.load_trace(TRACE)
-    return workloads.decodes_and_prompts(4, 10, 2, 128, gap=0.2) if session.quick else (
-        workloads.decodes_and_prompts(8, 100, 6, 1024, gap=0.5)
-    )  # fmt: skip
+    if session.quick:
+        return workloads.decodes_and_prompts(4, 10, 2, 128, gap=0.2)
+    return workloads.load_trace(TRACE) if session.on_gpu else workloads.decodes_and_prompts(8, 100, 6, 1024, gap=0.5)
 
 
 def held_out_workloads(quick: bool = False) -> dict[str, list[Request]]:
@@ -227,6 +231,38 @@ def held_out_workloads(quick: bool = False) -> dict[str, list[Request]]:
     }
 
 
+class Watched(Metrics):
+    """Metrics that also keep the least time of every step: its own roofline, by what the hardware was measured to do.
+
+    Shapes and units: ``floors`` holds (seconds, requests that decoded) of each step.
+
+    Source: chapter 06.
+    """
+
+    def __init__(self, cost: RooflineCost) -> None:
+        super().__init__()
+        self.cost = cost
+        self.floors: list[tuple[float, int]] = []
+
+    def observe(self, scheduler: Scheduler, step: Step, start: float, end: float) -> None:
+        """Note a step, after the scheduler's ``update``: what is computed by then is what it had to read.
+
+        Source: chapter 06."""
+        super().observe(scheduler, step, start, end)
+        chunks = [(q, r.num_computed_tokens) for r, q in step.prefills.items()]
+        shape = StepShape.build([r.num_computed_tokens for r in step.decodes], chunks)
+        self.floors.append((self.cost.floor(shape), len(step.decodes)))
+
+    def allowed(self, q: float) -> float:
+        """The q-th percentile (0 to 100) of the gaps that the steps' rooflines allow, in seconds; NaN without decodes.
+
+        Source: chapter 06."""
+        times, counts = (np.array(x) for x in zip(*sorted(self.floors), strict=True))
+        if not counts.sum():
+            return float("nan")
+        return float(times[np.searchsorted(np.cumsum(counts), q / 100 * counts.sum())])
+
+
 def figures_of(run: Metrics) -> dict[str, tuple[float, str]]:
     """What is recorded of a run: {name: (value, unit)}. Source: chapter 06."""
     found = {f"{name} p{q:g}": (1e3 * run.percentile(name, q), "ms") for name in ("itl", "ttft") for q in (50, 99, 100)}
@@ -239,13 +275,25 @@ def _served(
 ) -> Iterator[Record]:
     policy, budget, places, chunk = way
     scheduler = Scheduler(server.cache.manager, policy, budget, places, chunk)
-    run = Metrics()
+    run = Watched(RooflineCost(server.model.config, _hardware(session)))
     for _ in serve(server.model, server.cache, scheduler, requests, metrics=run):
         pass
-    for figure, (value, unit) in figures_of(run).items():
+    found = figures_of(run)
+    if session.on_gpu:  # nothing is measured of other machines
+        found["itl p99 by the roofline of its steps"] = (1e3 * run.allowed(99), "ms")
+    for figure, (value, unit) in found.items():
         shape: Shape = {"model": server.model.config.name, "workload": name, "figure": figure, "policy": policy,
                         "budget": budget, "places": places, "chunk": chunk or 0, "requests": len(requests)}  # fmt: skip
         yield session.record(bench, "kvlab", value, unit, shape=shape, dtype=server.model.dtype)
+
+
+def _hardware(session: Session) -> Hardware:
+    """The machine of ``costs.HARDWARE`` that the session runs on, measured rates if there are any; else an H200."""
+    name = next((name for name in HARDWARE if name.split("-")[0].upper() in device_name(session.device)), "h200")
+    try:
+        return figures.measured_hardware(name)
+    except LookupError:
+        return HARDWARE[name]
 
 
 def _warm(server: Server) -> None:
@@ -263,7 +311,7 @@ def serving(session: Session) -> Iterator[Record]:
     """The fixed workload by each policy. Source: chapter 06."""
     server = Server.build(session)
     _warm(server)
-    for name in ["continuous", "chunked 512"] if session.quick or not session.on_gpu else list(WAYS):
+    for name in WAYS if _in_full(session) else ["continuous", "chunked 512"]:
         yield from _served(session, server, "scheduler.serving", fixed(session), name, WAYS[name])
 
 
@@ -271,7 +319,7 @@ def held_out(session: Session) -> Iterator[Record]:
     """Three workloads that the fit has not seen. Source: chapter 06."""
     server = Server.build(session)
     _warm(server)
-    for name, requests in held_out_workloads(quick=not session.on_gpu or session.quick).items():
+    for name, requests in held_out_workloads(quick=not _in_full(session)).items():
         yield from _served(session, server, "scheduler.held_out", requests, name, HELD_OUT_WAY)
 
 
