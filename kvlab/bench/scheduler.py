@@ -107,7 +107,7 @@ class Server:
 
     @classmethod
     def build(cls, session: Session) -> Server:
-        """A Llama-3-8B shape and a pool of 480K tokens on a GPU; the small model that ships elsewhere or in a quick run.
+        """A Llama-3-8B shape and a pool of 480K tokens on a GPU; the smallest model elsewhere, or in a quick run.
 
         Source: chapter 06."""
         name, tokens = ("llama-3-8b", 480_000) if _in_full(session) else ("stdlib-1m", 4096)
