@@ -208,7 +208,7 @@ WRONG = {
 
 
 class TestAnswers(exercising.Answers):
-    RIGHT, WRONG, KERNEL = RIGHT, WRONG, "06.4"
+    RIGHT, WRONG, KERNEL, UNTRACED = RIGHT, WRONG, "06.4", FAULTS.index("unmasked")
 
 
 def test_there_are_five_exercises() -> None:
