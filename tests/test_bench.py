@@ -827,4 +827,5 @@ def test_timed_steps_are_the_steps_they_are_said_to_be():
     ]
     assert len(set(shapes)) == len(shapes) > 200
     assert max(s.chunk_tokens for s in shapes) == 16384
-    assert max(s.decode_kv for s in shapes) <= 128 * 6000
+    assert max(s.decode_kv + s.chunk_kv for s in shapes) <= 480_000
+    assert max(s.decodes for s in shapes) == 128

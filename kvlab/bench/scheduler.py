@@ -110,13 +110,13 @@ class Server:
         """A Llama-3-8B shape and a pool of 480K tokens on a GPU; the smallest model elsewhere, or in a quick run.
 
         Source: chapter 06."""
-        name, tokens = ("llama-3-8b", 480_000) if _in_full(session) else ("stdlib-1m", 4096)
+        name = "llama-3-8b" if _in_full(session) else "stdlib-1m"
         config = replace(configs.get(name), max_seq_len=32_768 if _in_full(session) else 4096)
         dtype = torch.bfloat16 if session.on_gpu else torch.float32
         torch.manual_seed(0)
         model = Decoder(config, dtype=dtype, device=session.device)
         cache = PagedCache(
-            config, tokens // BLOCK_SIZE, BLOCK_SIZE, attention=flash_decoding.attention, dtype=dtype,
+            config, _num_blocks(session), BLOCK_SIZE, attention=flash_decoding.attention, dtype=dtype,
             device=session.device,
         )  # fmt: skip
         for memory in (cache.k, cache.v):
@@ -155,6 +155,10 @@ def _in_full(session: Session) -> bool:
     return session.on_gpu and not session.quick
 
 
+def _num_blocks(session: Session) -> int:
+    return (480_000 if _in_full(session) else 4096) // BLOCK_SIZE
+
+
 def grid(session: Session) -> list[list[tuple[int, int]]]:
     """The steps that are timed: decodes of one context, chunks of one past, and both mixed.
 
@@ -172,7 +176,7 @@ def grid(session: Session) -> list[list[tuple[int, int]]]:
     if _in_full(session):  # several prompts in one step, as chat has them
         found += [[(p, p)] * count for p in (100, 300) for count in (1, 3, 8)]
         found += [[*[(1, 1500)] * b, *[(200, 200)] * 3] for b in (16, 64, 128)]
-    return found
+    return [lens for lens in found if sum(-(-n // BLOCK_SIZE) for _, n in lens) <= _num_blocks(session)]
 
 
 def steps(session: Session) -> Iterator[Record]:
