@@ -745,7 +745,7 @@ def random_shapes(rng, count):
 
 def test_a_fit_finds_what_made_the_times():
     rng = random.Random(1)
-    truth = (4e-3, 1e-6, 0, 0, 0, 0, 2e-5, 0, 5e-6, 3e-8, 2e-8, 1e-9)
+    truth = (4e-3, 1e-6, 0, 0, 0, 0, 2e-5, 0, 5e-6, 3e-8, 1e-8, 0, 2e-8, 1e-9)
     model = scheduler.FittedCost(truth)
     shapes = list(random_shapes(rng, 200))
     found = fit(shapes, [model.seconds(s) for s in shapes])
@@ -808,7 +808,7 @@ def test_a_simulation_refuses():
         simulate(Scheduler(books(100)), [asks(0, 4, arrival=2.0), asks(1, 4, arrival=1.0)], Constant())
     with pytest.raises(ValueError, match="request 0 has stop tokens"):
         simulate(Scheduler(books(100)), [Request(0, [1], SamplingParams(stop_token_ids=(3,)))], Constant())
-    free = scheduler.FittedCost((0.0,) * 12)
+    free = scheduler.FittedCost((0.0,) * len(scheduler.FittedCost.TERMS))
     with pytest.raises(ValueError, match="cost_model gives 0"):
         simulate(Scheduler(books(100)), [asks(0, 4)], free)
 

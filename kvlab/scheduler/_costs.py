@@ -124,26 +124,27 @@ class RooflineCost:
         return max(nbytes / self.hardware.bandwidth, flops / self.hardware.flops)
 
 
-_KNOTS = (64, 128, 256, 512, 1024, 2048)
+_TOKENS, _KEYS = (64, 128, 256, 512, 1024, 2048), (30_000, 100_000)  # where a slope may rise
 _TERMS = (
-    "a step", "a decode", "a token", *(f"a token over {knot}" for knot in _KNOTS), "a key read by a decode",
-    "a key read by a chunk", "a pair of a chunk",
+    "a step", "a decode", "a token", *(f"a token over {knot}" for knot in _TOKENS), "a key read by a decode",
+    *(f"one over {knot}" for knot in _KEYS), "a key read by a chunk", "a pair of a chunk",
 )  # fmt: skip
 
 
 def _terms(shape: StepShape) -> tuple[float, ...]:
     """What each coefficient of a fitted model is multiplied with."""
-    tokens = shape.num_tokens
-    over = [float(max(0, tokens - knot)) for knot in _KNOTS]
-    return (1.0, shape.decodes, tokens, *over, shape.decode_kv, shape.chunk_kv, shape.chunk_pairs)
+    tokens, keys = shape.num_tokens, shape.decode_kv
+    over = [max(0, tokens - knot) for knot in _TOKENS]
+    more = [max(0, keys - knot) for knot in _KEYS]
+    return (1, shape.decodes, tokens, *over, keys, *more, shape.chunk_kv, shape.chunk_pairs)
 
 
 @dataclass(frozen=True)
 class FittedCost:
     """A step time that is a sum of terms, each with a coefficient that is 0 or more, fitted to timed steps.
 
-    A step as such costs something, then each token, more where there are enough to fill the matrix units (the slope
-    may rise at fixed counts of tokens), each key that is read, each pair of a chunk.
+    A step as such costs something, then each token, each key that is read, each pair of a chunk. What begins free,
+    behind the host's launches or one read of the weights, costs more from some number on: a slope may rise, never fall.
 
     Shapes and units: ``coefficients`` in seconds a unit of each of ``TERMS``, in that order; ``residuals`` are
     (predicted - measured) / measured, of each step fitted.
