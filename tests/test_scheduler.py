@@ -136,13 +136,29 @@ def test_a_text_ends_where_the_model_does(model):
     assert (found.tokens, found.finish_reason) == (alone.tokens, alone.finish_reason)
 
 
+def test_a_prompt_that_the_model_cannot_read_is_rejected(model, texts):
+    cache = pages(40)
+    strange = Request(7, [3, 50, 2], SamplingParams(max_tokens=3))
+    fine = Request(0, PROMPTS[0], SamplingParams(max_tokens=ANSWERS[0]))
+    found = {r.request_id: r for r in serve(model, cache, Scheduler(cache.manager), [strange, fine])}
+    assert found[7].finish_reason == "rejected"
+    assert found[7].error == "prompt[1] is 50; a token id must be an integer between 0 and 49"
+    assert found[0].tokens == texts[0]
+
+
+def test_a_scheduler_must_keep_to_the_models_context(model):
+    cache = pages(100)
+    with pytest.raises(ValueError, match="give the scheduler max_model_len=256"):
+        serve(model, cache, Scheduler(cache.manager))
+
+
 def test_a_step_that_fails_loses_nothing(model, texts):
     cache, rng = pages(12), random.Random(0)
     made = Scheduler(cache.manager, "chunked", 16, 6, 5)
     broken = functools.partial(Decoder.forward, model)
 
     class Sometimes:
-        device = model.device
+        device, config = model.device, model.config
 
         def __call__(self, batch, cache):
             if rng.random() < 0.1:

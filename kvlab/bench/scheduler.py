@@ -278,7 +278,8 @@ def _served(
     session: Session, server: Server, bench: str, requests: list[Request], name: str, way: Way
 ) -> Iterator[Record]:
     policy, budget, places, chunk = way
-    scheduler = Scheduler(server.cache.manager, policy, budget, places, chunk)
+    longest = server.model.config.max_seq_len
+    scheduler = Scheduler(server.cache.manager, policy, budget, places, chunk, max_model_len=longest)
     run = Watched(RooflineCost(server.model.config, _hardware(session)))
     for _ in serve(server.model, server.cache, scheduler, requests, metrics=run):
         pass

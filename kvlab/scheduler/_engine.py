@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from kvlab.cache import KVCache
+from kvlab.generate import check_prompt
 from kvlab.model import Decoder
 from kvlab.sampling import sample
 from kvlab.scheduler._metrics import Metrics
@@ -40,22 +41,37 @@ def serve(
 ) -> Iterator[Request]:
     """Serve requests as they arrive, and yield each when it has ended, for whatever reason.
 
-    Between two of them the caller may add and cancel others. A step that fails is undone before its error goes on, so
-    that nobody loses a token.
+    Between two of them the caller may add and cancel others. A prompt that the model cannot read is rejected. A step
+    that fails is undone before its error goes on, so that nobody loses a token.
 
     Shapes and units: ``requests`` in order of arrival, in seconds from the call; ``clock`` gives seconds.
 
-    Raises: what the model, the cache and the sampler raise.  Source: chapter 06.
+    Raises: ValueError for a scheduler that allows texts longer than the model's context; what the model, the cache and
+    the sampler raise.
+
+    Source: chapter 06.
     """
-    begin, coming = clock(), iter(requests)
-    following = next(coming, None)
+    longest = model.config.max_seq_len
+    if scheduler.max_length > longest:
+        raise ValueError(
+            f"scheduler lets a text have {scheduler.max_length} tokens; the model's context is {longest}: give the "
+            f"scheduler max_model_len={longest}"
+        )
+    return _serve(model, cache, scheduler, iter(requests), metrics, clock)
+
+
+def _serve(
+    model: Decoder, cache: KVCache, scheduler: Scheduler, coming: Iterator[Request], metrics: Metrics | None,
+    clock: Callable[[], float],
+) -> Iterator[Request]:  # fmt: skip
+    begin, following = clock(), next(coming, None)
     while following is not None or scheduler.has_work:
         now = clock() - begin
         if following is not None and not scheduler.has_work and following.arrival > now:
             time.sleep(following.arrival - now)
             continue
         while following is not None and following.arrival <= now:
-            scheduler.add(following, now)
+            _add(model, scheduler, following, now)
             following = next(coming, None)
         step = scheduler.schedule(now)
         if step:
@@ -73,3 +89,12 @@ def serve(
                 metrics.finish(request)
             yield request
     yield from scheduler.take_finished()
+
+
+def _add(model: Decoder, scheduler: Scheduler, request: Request, now: float) -> None:
+    if request.num_tokens < scheduler.max_length:  # else the scheduler says so itself
+        try:
+            check_prompt(model, request.prompt)
+        except ValueError as error:
+            return scheduler.reject(request, str(error), now)
+    scheduler.add(request, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -69,9 +70,12 @@ class Step:
         past = [r.num_computed_tokens for r in requests]
         new = [r.token_ids(p, p + q) for r, p, q in zip(requests, past, q_lens, strict=True)]
         batch = Batch.build([r.request_id for r in requests], new, past, device=device)
-        wanted = [p + q == r.num_tokens for r, p, q in zip(requests, past, q_lens, strict=True)]
-        if not all(wanted):
-            batch.logits_indices = batch.logits_indices[torch.tensor(wanted, device=device)]
+        caught_up = [p + q == r.num_tokens for r, p, q in zip(requests, past, q_lens, strict=True)]
+        if not all(caught_up):
+            last = [end - 1 for end in itertools.accumulate(q_lens)]
+            batch.logits_indices = torch.tensor(
+                list(itertools.compress(last, caught_up)), dtype=torch.int64, device=device
+            )
         return batch
 
 
@@ -178,9 +182,7 @@ class Scheduler:
 
         Raises: ValueError for what is no new Request, or an id that is in use.  Source: chapter 06.
         """
-        if not isinstance(request, Request) or request.state != "new":
-            shown = request.state if isinstance(request, Request) else repr(request)
-            raise ValueError(f"request is {shown}; it must be a new Request")
+        _require_new(request)
         if request.request_id in self.requests or request.request_id in self.manager:
             raise ValueError(f"request_id {request.request_id} is in use; choose another")
         request.order, self._order = self._order, self._order + 1
@@ -188,11 +190,10 @@ class Scheduler:
         request.limit = min(length + request.params.max_tokens, self.max_length)
         now = request.arrival if now is None else now
         if length >= self.max_length:
-            request.error = (
-                f"the prompt has {length} tokens; with one new one a text may have {self.max_length} "
-                f"({self.manager.pool.num_blocks} blocks of {self.manager.block_size})"
-            )
-            self._finish(request, "rejected", now)
+            self.reject(
+                request, f"the prompt has {length} tokens; with one new one a text may have {self.max_length} "
+                f"({self.manager.pool.num_blocks} blocks of {self.manager.block_size})", now,
+            )  # fmt: skip
         elif request.params.max_tokens == 0:
             self._finish(request, "length", now)
         else:
@@ -200,6 +201,14 @@ class Scheduler:
             request.state = WAITING
             self.num_waiting += 1
             self.queue.push(request)
+
+    def reject(self, request: Request, reason: str, now: float = 0.0) -> None:
+        """End a new request without taking it in; ``reason`` is kept in its ``error``. ``now`` in seconds.
+
+        Raises: ValueError for what is no new Request.  Source: chapter 06."""
+        _require_new(request)
+        request.error = reason
+        self._finish(request, "rejected", now)
 
     def cancel(self, request_id: int, now: float = 0.0) -> bool:
         """End a request, whatever it is at, and give its blocks back: at once, or once the step in flight is over.
@@ -452,7 +461,8 @@ class Scheduler:
         self._leaving.clear()
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
-        self.requests.pop(request.request_id, None)
+        if self.requests.get(request.request_id) is request:
+            del self.requests[request.request_id]
         request.state, request.finish_reason, request.finished = FINISHED, reason, now
         self._done.append(request)
 
@@ -490,6 +500,12 @@ class Scheduler:
         for request in waiting:
             assert request.request_id not in self.manager, f"request {request.request_id} waits and holds blocks"
             assert request.num_computed_tokens == 0, f"request {request.request_id} waits and has tokens computed"
+
+
+def _require_new(request: object) -> None:
+    if not isinstance(request, Request) or request.state != "new":
+        shown = request.state if isinstance(request, Request) else repr(request)
+        raise ValueError(f"request is {shown}; it must be a new Request")
 
 
 def _order(request: Request) -> int:
