@@ -332,9 +332,8 @@ class Scheduler:
         if len(decoding) > budget:
             self.decoding = decoding[budget:] + decoding[:budget]
         chosen = decoding[:budget]
-        for request in [r for r in chosen if r.num_tokens > r.room]:
-            if request.state == RUNNING:  # not preempted a moment ago
-                self._grow(request, step)
+        if growing := [r for r in chosen if r.num_tokens > r.room]:
+            self._grow(growing, step)
         if step.preempted:
             chosen = [r for r in chosen if r.state == RUNNING]
         step.decodes = chosen
@@ -365,8 +364,7 @@ class Scheduler:
             if request is None or now - request.arrival < self.max_wait or request in step.preempted:
                 return
             while request.state == WAITING and not self._admit(request, now):
-                victim = self._latest()
-                if victim is None or victim.order < request.order:
+                if not self.num_running or (victim := self._latest()).order < request.order:
                     return
                 self._preempt(victim, step)
             left -= self._give_chunk(request, step, min(left, self.max_chunk))
@@ -413,23 +411,23 @@ class Scheduler:
         self._leave(request)
         self._finish(request, "length" if request.num_new_tokens else "rejected", now)
 
-    def _grow(self, request: Request, step: Step) -> None:
-        """A block for the next token, if need be that of whoever came last."""
-        self.manager.advance(request.request_id, request.num_computed_tokens)  # where no cache has done so
-        while request.state == RUNNING:
+    def _grow(self, requests: list[Request], step: Step) -> None:
+        """Blocks for the next token of each, if need be those of whoever came last."""
+        for request in requests:
+            self.manager.advance(request.request_id, request.num_computed_tokens)  # where no cache has done so
+        while requests := [r for r in requests if r.state == RUNNING]:
             try:
-                self.manager.ensure(request.request_id, request.num_tokens)
+                self.manager.ensure_all({r.request_id: r.num_tokens for r in requests})
             except OutOfBlocks:
-                victim = self._latest()
-                assert victim is not None  # the request itself runs
-                self._preempt(victim, step)
+                self._preempt(self._latest(), step)
             else:
-                request.room = len(self.manager.table(request.request_id)) * self.manager.block_size
+                for request in requests:
+                    request.room = self.manager.num_blocks(request.num_tokens) * self.manager.block_size
                 return
 
-    def _latest(self) -> Request | None:
+    def _latest(self) -> Request:
         """The running request that came last."""
-        return max([*self.prefilling, *self.decoding], key=_order, default=None)
+        return max([*self.prefilling, *self.decoding], key=_order)
 
     def _preempt(self, request: Request, step: Step) -> None:
         self._put_back(request)
