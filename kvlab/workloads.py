@@ -1,24 +1,29 @@
 """Streams of requests, and memories that serve them without a model, so that what each wastes can be compared.
 
-And real rows of scores, from a model that reads a text.
+And requests that arrive over time, and real rows of scores, from a model that reads a text.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab import scheduler
 from kvlab.batch import Batch, as_int
 from kvlab.cache import CacheFull, KVCache, NoCache
+from kvlab.config import is_number
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, OutOfBlocks
+from kvlab.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -363,6 +368,146 @@ def random_history(seed: int, steps: int, num_blocks: int = 40, block_size: int 
         else:
             books.free(pick)
         yield books
+
+
+# --- requests that arrive -------------------------------------------------------------------------------------------
+
+
+def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
+    """Arrival times of people who do not know of one another: gaps are exponential.
+
+    Shapes and units: ``rate`` in arrivals a second; gives ``count`` times in seconds, rising.
+
+    Raises: ValueError for a rate that is not positive or a count below 0.  Source: chapter 06.
+    """
+    _check_arrivals(rate, count)
+    rng = random.Random(seed)
+    return list(itertools.accumulate(rng.expovariate(rate) for _ in range(count)))
+
+
+def bursty(rate: float, count: int, seed: int = 0, burst: float = 8.0) -> list[float]:
+    """Arrival times that come in bursts: the starts of bursts are Poisson, their sizes geometric.
+
+    Shapes and units: ``rate`` in arrivals a second over all, ``burst`` the mean size of a burst, whose members come
+    within 50 ms; gives ``count`` times in seconds, rising.
+
+    Raises: ValueError for a rate that is not positive, a count below 0, or a burst below 1.  Source: chapter 06.
+    """
+    _check_arrivals(rate, count)
+    if not is_number(burst) or burst < 1:
+        raise ValueError(f"burst is {burst!r}; it must be a finite number, 1 or more")
+    rng, start = random.Random(seed), 0.0
+    times: list[float] = []
+    while len(times) < count:
+        start += rng.expovariate(rate / burst)
+        size = 1
+        while rng.random() > 1 / burst:
+            size += 1
+        times += [start + rng.uniform(0, 0.05) for _ in range(size)]
+    return sorted(times[:count])
+
+
+def _check_arrivals(rate: float, count: int) -> None:
+    if not is_number(rate) or rate <= 0:
+        raise ValueError(f"rate is {rate!r}; it must be a positive number of arrivals a second")
+    if as_int(count, "count") < 0:
+        raise ValueError(f"count is {count}; it must be 0 or more")
+
+
+def arriving(
+    requests: Sequence[Request], times: Sequence[float], *, clients: Sequence[str] = ("",), first_id: int = 0
+) -> list[scheduler.Request]:
+    """Requests for a scheduler, of lengths and arrival times; the tokens of their prompts count up from 0.
+
+    Shapes and units: a time in seconds for each request; they are taken from ``clients`` in turn, and numbered from
+    ``first_id``. Answers have exactly ``new_tokens`` tokens.
+
+    Raises: ValueError where there is not one time a request, or no client.  Source: chapter 06.
+    """
+    if len(requests) != len(times):
+        raise ValueError(f"times has {len(times)} entries; there are {len(requests)} requests, each with one")
+    if not clients:
+        raise ValueError("clients is empty; it must name one or more")
+    return [
+        scheduler.Request(
+            first_id + i, range(r.prompt_len), SamplingParams(max_tokens=r.new_tokens), t, clients[i % len(clients)]
+        )
+        for i, (r, t) in enumerate(zip(requests, times, strict=True))
+    ]
+
+
+def together(*streams: Sequence[scheduler.Request]) -> list[scheduler.Request]:
+    """Several streams of requests as one, in order of arrival.
+
+    Raises: ValueError where two requests have one id.  Source: chapter 06.
+    """
+    every = sorted(itertools.chain(*streams), key=lambda r: r.arrival)
+    if len({r.request_id for r in every}) < len(every):
+        raise ValueError("streams hold a request_id twice; number them with first_id")
+    return every
+
+
+def save_trace(requests: Iterable[scheduler.Request], path: str | Path) -> None:
+    """Write when requests came and how long they were, one JSON object a line, as Mooncake's traces have it.
+
+    Shapes and units: ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens.
+
+    Source: chapter 06; Qin et al. 2024 (Mooncake).
+    """
+    rows = (
+        {
+            "timestamp": round(1e3 * r.arrival, 3),
+            "input_length": r.num_prompt_tokens,
+            "output_length": r.params.max_tokens,
+        }
+        for r in requests
+    )
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def load_trace(path: str | Path, *, limit: int | None = None, speed: float = 1.0) -> list[scheduler.Request]:
+    """Requests of a trace, in order of arrival: what ``save_trace`` writes, and Mooncake's published traces.
+
+    Shapes and units: the first ``limit`` lines (None: all); arrival times are divided by ``speed``.
+
+    Raises: ValueError naming the line that is no request, or for a speed that is not positive.
+
+    Source: chapter 06; Qin et al. 2024 (Mooncake).
+    """
+    if not is_number(speed) or speed <= 0:
+        raise ValueError(f"speed is {speed!r}; it must be a positive number")
+    with Path(path).open(encoding="utf-8") as lines:
+        texts = [text for text in itertools.islice(lines, limit) if text.strip()]
+    found, times = [], []
+    for i, text in enumerate(texts):
+        try:
+            row = json.loads(text)
+            time = row["timestamp"]
+            found.append(Request(row["input_length"], row["output_length"]))
+            if not is_number(time) or time < 0:
+                raise ValueError(f"timestamp is {time!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: line {i + 1} is no request: {error}") from None
+        times.append(time / 1e3 / speed)
+    return sorted(arriving(found, times), key=lambda r: r.arrival)
+
+
+def decodes_and_prompts(
+    decodes: int = 32, answer: int = 1000, prompts: int = 30, prompt_len: int = 16384, gap: float = 0.65, seed: int = 0
+) -> list[scheduler.Request]:
+    """Texts under way, and long prompts that come between: the load that chunked prefill is for.
+
+    Shapes and units: ``decodes`` requests of 512 tokens that are answered with ``answer`` come at once; from the first
+    second on, ``prompts`` of ``prompt_len`` tokens, answered with 64, come every ``gap`` seconds, a fifth of that
+    early or late.
+
+    Raises: ValueError as ``Request``, or for a gap that is not positive.  Source: chapter 06.
+    """
+    if not is_number(gap) or gap <= 0:
+        raise ValueError(f"gap is {gap!r}; it must be a positive number of seconds")
+    short, rng = arriving([Request(512, answer)] * decodes, [0.0] * decodes), random.Random(seed)
+    times = [1.0 + gap * (i + rng.uniform(-0.2, 0.2)) for i in range(prompts)]
+    return together(short, arriving([Request(prompt_len, 64)] * prompts, times, first_id=decodes))
 
 
 # --- real rows -------------------------------------------------------------------------------------------------------

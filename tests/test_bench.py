@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from kvlab import bench, paged, reference, runtime
+from kvlab import config as configs
 from kvlab.bench import (
     FIELDS,
     Record,
@@ -34,10 +35,14 @@ from kvlab.bench import (
     race,
     rotations,
     save,
+    scheduler,
     table,
 )
 from kvlab.bench.__main__ import main
 from kvlab.bench._session import commit
+from kvlab.paged import BlockManager, BlockPool
+from kvlab.sampling import SamplingParams
+from kvlab.scheduler import Request, RooflineCost, Scheduler, StepShape, fit_records
 
 PROMISED = "run bench impl version shape dtype value unit ms spread error device driver torch triton date commit"
 
@@ -767,3 +772,61 @@ def test_decode_ratios_are_to_the_best_peer_of_the_race(session):
     assert [(ratio, share) for _, ratio, share in decode.ratios(records)] == [(1.25, 0.8), (0.5, 0.01)]
     assert decode.ratios(records[:3])[0][2] is None
     assert decode.summary(records[:1]) == ""
+
+
+def test_the_scheduler_benchmark_measures_each_of_its_parts(tmp_path):
+    file = tmp_path / "records.json"
+    assert main(["scheduler", "--quick", "--device", "cpu", "--out", str(file)]) == 0
+    found = load(file)
+    assert {r.bench.partition(".")[2] for r in found} == {"host", "step", "serving", "held_out"}
+    steps = [asdict(r) for r in found if r.bench == "scheduler.step"]
+    model = fit_records(steps)
+    assert len(model.residuals) == len(steps)
+    workloads_ = {r.shape["workload"] for r in found if r.bench == "scheduler.held_out"}
+    assert workloads_ == set(scheduler.held_out_workloads())
+    ways = {r.shape["workload"] for r in found if r.bench == "scheduler.serving"}
+    assert ways < set(scheduler.WAYS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not runtime.HAS_GPU or runtime.INTERPRET, reason="needs a GPU")
+def test_the_scheduler_benchmark_runs_on_a_gpu(tmp_path):
+    file = tmp_path / "records.json"
+    assert main(["scheduler", "--quick", "--only", "steps,serving,held_out", "--out", str(file)]) == 0
+    found = {r.shape["figure"]: r.value for r in load(file) if r.bench == "scheduler.serving"}
+    assert found["itl p99 by the roofline of its steps"] < found["itl p99"]
+
+
+def test_the_roofline_of_steps_that_ran():
+    cost = RooflineCost(configs.get("stdlib-1m"), scheduler.HARDWARE["h200"])
+    run, made = scheduler.Watched(cost), Scheduler(BlockManager(BlockPool(40, 4)), "chunked", 8, 4)
+    for i, prompt in enumerate((3, 20)):
+        made.add(Request(i, range(prompt), SamplingParams(max_tokens=6)))
+    shapes = []
+    while made.has_work:
+        step = made.schedule()
+        shapes.append(StepShape.of(step))
+        made.update(step)
+        run.observe(made, step, 0.0, 1.0)
+    assert run.floors == [(cost.floor(shape), shape.decodes) for shape in shapes]
+    gaps = sorted(cost.floor(shape) for shape in shapes for _ in range(shape.decodes))
+    assert run.allowed(100) == gaps[-1]
+    assert gaps[0] < run.allowed(50) <= gaps[len(gaps) // 2]
+
+
+def test_timed_steps_are_the_steps_they_are_said_to_be():
+    session = Session("cpu", quick=True)
+    server = scheduler.Server.build(session)
+    lens = [(1, 20), (7, 7), (5, 30)]
+    step = server.fill(lens)
+    assert StepShape.of(step) == StepShape.build([20], [(7, 7), (5, 30)])
+    for _ in range(2):  # what was computed is undone
+        assert len(server.run(step)) == 3
+    gpu = types.SimpleNamespace(quick=False, on_gpu=True)
+    shapes = [
+        StepShape.build([n for q, n in lens if q == 1], [x for x in lens if x[0] > 1]) for lens in scheduler.grid(gpu)
+    ]
+    assert len(set(shapes)) == len(shapes) > 200
+    assert max(s.chunk_tokens for s in shapes) == 16384
+    assert max(s.decode_kv + s.chunk_kv for s in shapes) <= 480_000
+    assert max(s.decodes for s in shapes) == 128

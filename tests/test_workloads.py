@@ -194,3 +194,95 @@ def test_last_scores_are_those_that_attention_is_made_of():
 def test_last_scores_of_no_text_are_refused():
     with pytest.raises(ValueError, match="token_ids is empty"):
         workloads.last_scores(Decoder(TOY), [])
+
+
+# --- requests that arrive --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [workloads.poisson, workloads.bursty])
+def test_arrivals_rise_at_their_rate(make):
+    times = make(4.0, 4000, 1)
+    assert times == make(4.0, 4000, 1) != make(4.0, 4000, 2)
+    assert times == sorted(times)
+    assert len(times) == 4000
+    assert times[-1] == pytest.approx(1000, rel=0.15)
+    assert make(4.0, 0) == []
+
+
+def test_bursts_are_burstier_than_chance():
+    def variation(times):
+        gaps = np.diff(times)
+        return gaps.std() / gaps.mean()
+
+    assert variation(workloads.poisson(4.0, 4000)) == pytest.approx(1, rel=0.1)
+    assert variation(workloads.bursty(4.0, 4000)) > 2
+
+
+def test_arriving_gives_requests_for_a_scheduler():
+    found = workloads.arriving([Request(5, 3), Request(7, 2)], [0.5, 1.5], clients=("a", "b"), first_id=10)
+    assert [(r.request_id, len(r.prompt), r.params.max_tokens, r.arrival, r.client) for r in found] == [
+        (10, 5, 3, 0.5, "a"), (11, 7, 2, 1.5, "b"),
+    ]  # fmt: skip
+    more = workloads.arriving([Request(1, 1)], [1.0])
+    assert [r.arrival for r in workloads.together(found, more)] == [0.5, 1.0, 1.5]
+    with pytest.raises(ValueError, match="request_id twice"):
+        workloads.together(found, found)
+    with pytest.raises(ValueError, match="times has 1 entries; there are 2"):
+        workloads.arriving([Request(1, 1)] * 2, [1.0])
+    with pytest.raises(ValueError, match="clients is empty"):
+        workloads.arriving([], [], clients=())
+
+
+def test_a_trace_survives_a_file(tmp_path):
+    path, found = tmp_path / "trace.jsonl", workloads.decodes_and_prompts(2, 10, 3, 100, gap=0.5)
+    workloads.save_trace(found, path)
+
+    def facts(requests, speed=1.0):
+        return [(len(r.prompt), r.params.max_tokens, round(r.arrival * speed, 3)) for r in requests]
+
+    assert facts(workloads.load_trace(path)) == facts(found)
+    assert facts(workloads.load_trace(path, speed=2.0), 2.0) == facts(found)
+    assert len(workloads.load_trace(path, limit=2)) == 2
+    gaps = np.diff([r.arrival for r in found if len(r.prompt) == 100])
+    assert all(0.3 <= gap <= 0.7 for gap in gaps)
+
+
+def test_the_fixed_workload_is_the_one_in_the_file():
+    from kvlab.bench import scheduler
+
+    stored = workloads.load_trace(scheduler.TRACE)
+    made = workloads.decodes_and_prompts()
+    assert [(len(r.prompt), r.params.max_tokens) for r in stored] == [
+        (len(r.prompt), r.params.max_tokens) for r in made
+    ]
+    assert [r.arrival for r in stored] == pytest.approx([r.arrival for r in made], abs=1e-3)
+    assert [len(r.prompt) for r in stored].count(512) == 32
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"timestamp": 1}', '{"timestamp": -1, "input_length": 3, "output_length": 1}',
+             '{"timestamp": 0, "input_length": 0, "output_length": 1}',
+             '{"timestamp": "x", "input_length": 1, "output_length": 1}'],
+)  # fmt: skip
+def test_a_trace_names_the_line_that_is_none(tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 3, "output_length": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2 is no request"):
+        workloads.load_trace(path)
+    with pytest.raises(ValueError, match="speed is 0"):
+        workloads.load_trace(path, speed=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: workloads.poisson(0.0, 3), "rate is 0"),
+        (lambda: workloads.poisson(1.0, -1), "count is -1"),
+        (lambda: workloads.bursty(math.nan, 3), "rate is nan"),
+        (lambda: workloads.bursty(1.0, 3, burst=0.5), "burst is 0.5"),
+        (lambda: workloads.decodes_and_prompts(gap=0), "gap is 0"),
+    ],
+)
+def test_arrivals_refuse(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()

@@ -1,0 +1,523 @@
+"""What the next step computes: each request catches up with its tokens, inside one budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvlab.batch import Batch, as_int
+from kvlab.config import is_number
+from kvlab.paged import BlockManager, OutOfBlocks
+from kvlab.scheduler._queues import FairQueue, FirstCome
+from kvlab.scheduler._request import FINISHED, RUNNING, WAITING, Request
+
+POLICIES = ("static", "continuous", "chunked", "fair")
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass: requests that decode, one token each, and chunks of prompts.
+
+    Shapes and units: ``prefills`` maps a request to the tokens of its chunk; ``budget`` is what is left, in tokens;
+    ``preempted`` are those that had to give their blocks back for it.
+
+    Source: chapter 06.
+    """
+
+    budget: int
+    decodes: list[Request] = field(default_factory=list)
+    prefills: dict[Request, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to compute. Source: chapter 06."""
+        return bool(self.decodes or self.prefills)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Everybody in the step, in the order of the batch: decodes, then chunks. Source: chapter 06."""
+        return [*self.decodes, *self.prefills]
+
+    @property
+    def q_lens(self) -> list[int]:
+        """New tokens of each request. Source: chapter 06."""
+        return [*[1] * len(self.decodes), *self.prefills.values()]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens in all. Source: chapter 06."""
+        return len(self.decodes) + sum(self.prefills.values())
+
+    @property
+    def sampled(self) -> list[Request]:
+        """Those that have a new token after this step, in the order of its logits: whoever has caught up.
+
+        To be asked before ``update``. Source: chapter 06."""
+        done = [r for r, chunk in self.prefills.items() if r.num_computed_tokens + chunk == r.num_tokens]
+        return [*self.decodes, *done]
+
+    def batch(self, device: torch.device | str = "cpu") -> Batch:
+        """The step as one ragged batch. Logits are asked for only of those who have caught up.
+
+        Source: chapter 06.
+        """
+        requests, q_lens = self.requests, self.q_lens
+        past = [r.num_computed_tokens for r in requests]
+        new = [r.token_ids(p, p + q) for r, p, q in zip(requests, past, q_lens, strict=True)]
+        batch = Batch.build([r.request_id for r in requests], new, past, device=device)
+        caught_up = [p + q == r.num_tokens for r, p, q in zip(requests, past, q_lens, strict=True)]
+        if not all(caught_up):
+            last = [end - 1 for end in itertools.accumulate(q_lens)]
+            batch.logits_indices = torch.tensor(
+                list(itertools.compress(last, caught_up)), dtype=torch.int64, device=device
+            )
+        return batch
+
+
+class Scheduler:
+    """Decides, step by step, who computes how many tokens, and who has which blocks.
+
+    ``static`` takes a batch and no one else until all of it is done. ``continuous`` lets new prompts in at every step
+    and computes them first, alone. ``chunked`` mixes: decodes first, then prompts under way, then new ones, until the
+    budget is spent. ``fair`` is ``chunked`` with two rules more: the client that has had least comes next, and a prompt
+    older than ``max_wait`` has a share of every step, if need be at the cost of whoever came later.
+
+    A request that finds no block for its next token takes those of the one that came last, which goes back to the front
+    of the queue and later computes its prompt and all it had written anew. Its text does not change.
+
+    ``schedule`` and ``update`` alternate; requests may be added and cancelled at any time. Neither call takes longer
+    because more are waiting.
+
+    Shapes and units:
+        manager                       the books of the pool, shared with the cache (``PagedCache.manager``)
+        max_num_batched_tokens        the budget of a step, in tokens
+        max_num_seqs                  requests running at once, at most; no more than the budget
+        long_prefill_token_threshold  the longest chunk of one prompt, in tokens; None: the budget is the only limit
+        max_model_len                 the longest text, in tokens (a model's ``config.max_seq_len``); None: what fits
+        watermark                     part of the pool that admitting a request leaves free, unless nobody runs
+        max_wait                      age in seconds from which ``fair`` gives a prompt its share
+        aged_share                    that share, as a part of the budget
+        decode_weight                 what a decoded token costs a client's account, in tokens of a prompt
+
+    Raises: ValueError naming an argument of a wrong type or out of range.
+
+    Source: chapter 06; Yu et al. 2022 (Orca), Agrawal et al. 2024 (Sarathi-Serve), Sheng et al. 2024 (VTC), vLLM's v1.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        policy: str = "chunked",
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        long_prefill_token_threshold: int | None = None,
+        *,
+        max_model_len: int | None = None,
+        watermark: float = 0.01,
+        max_wait: float = 1.0,
+        aged_share: float = 0.25,
+        decode_weight: float = 2.0,
+    ) -> None:
+        if not isinstance(manager, BlockManager):
+            raise ValueError(f"manager is {manager!r}; it must be a BlockManager, such as PagedCache.manager")
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
+        self.manager, self.policy = manager, policy
+        self.max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
+        self.max_num_seqs = _count("max_num_seqs", max_num_seqs)
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs is {max_num_seqs}; it must be at most max_num_batched_tokens, {max_num_batched_tokens}: "
+                "else not everyone who decodes has a token in each step"
+            )
+        threshold = long_prefill_token_threshold
+        self.max_chunk = self.max_num_batched_tokens
+        if threshold is not None:
+            self.max_chunk = min(self.max_chunk, _count("long_prefill_token_threshold", threshold))
+        self.capacity = manager.pool.num_blocks * manager.block_size  # tokens
+        # the newest token of a text is not stored, so a text may be one longer than the pool
+        self.max_length = self.capacity + 1
+        if max_model_len is not None:
+            self.max_length = min(self.max_length, _count("max_model_len", max_model_len))
+        for name, value, least, most in (
+            ("watermark", watermark, 0, 0.99), ("max_wait", max_wait, 0, math.inf), ("aged_share", aged_share, 0, 1),
+            ("decode_weight", decode_weight, 0, math.inf),
+        ):  # fmt: skip
+            if not is_number(value) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number from {least} to {most}")
+        self.reserve = math.ceil(watermark * manager.pool.num_blocks)  # blocks
+        self.max_wait, self.decode_weight = max_wait, decode_weight
+        self.share = max(1, int(aged_share * self.max_num_batched_tokens))  # tokens
+        self.queue: FairQueue | FirstCome = FairQueue() if policy == "fair" else FirstCome()
+        self.requests: dict[int, Request] = {}  # whatever is not finished
+        self.prefilling: list[Request] = []  # running, and more than one token behind or not yet begun
+        self.decoding: list[Request] = []  # running, one token behind
+        self.num_waiting = 0
+        self._order = 0
+        self._done: list[Request] = []
+        self._leaving: list[Request] = []  # cancelled while a step is in flight
+        self._in_flight: Step | None = None
+
+    # --- coming and going ---
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks. Source: chapter 06."""
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or runs. Source: chapter 06."""
+        return bool(self.requests)
+
+    def add(self, request: Request, now: float | None = None) -> None:
+        """Take a request in. One that can never fit is finished at once, as "rejected", with the reason in ``error``.
+
+        Shapes and units: ``now`` in seconds, by default the request's arrival.
+
+        Raises: ValueError for what is no new Request, or an id that is in use.  Source: chapter 06.
+        """
+        _require_new(request)
+        if request.request_id in self.requests or request.request_id in self.manager:
+            raise ValueError(f"request_id {request.request_id} is in use; choose another")
+        request.order, self._order = self._order, self._order + 1
+        length = request.num_tokens
+        request.limit = min(length + request.params.max_tokens, self.max_length)
+        now = request.arrival if now is None else now
+        if length >= self.max_length:
+            self.reject(
+                request, f"the prompt has {length} tokens; with one new one a text may have {self.max_length} "
+                f"({self.manager.pool.num_blocks} blocks of {self.manager.block_size})", now,
+            )  # fmt: skip
+        elif request.params.max_tokens == 0:
+            self._finish(request, "length", now)
+        else:
+            self.requests[request.request_id] = request
+            request.state = WAITING
+            self.num_waiting += 1
+            self.queue.push(request)
+
+    def reject(self, request: Request, reason: str, now: float = 0.0) -> None:
+        """End a new request without taking it in; ``reason`` is kept in its ``error``. ``now`` in seconds.
+
+        Raises: ValueError for what is no new Request.  Source: chapter 06."""
+        _require_new(request)
+        request.error = reason
+        self._finish(request, "rejected", now)
+
+    def cancel(self, request_id: int, now: float = 0.0) -> bool:
+        """End a request, whatever it is at, and give its blocks back: at once, or once the step in flight is over.
+
+        Gives False, and does nothing, where no such request is waiting or running. ``now`` in seconds.
+
+        Source: chapter 06.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request.cancelled:
+            return False
+        if request.state == RUNNING and self._in_flight is not None:
+            request.cancelled = True
+            self._leaving.append(request)
+        else:
+            self._leave(request)
+            self._finish(request, "cancelled", now)
+        return True
+
+    def take_finished(self) -> list[Request]:
+        """The requests that have ended, for whatever reason, since this was last asked. Source: chapter 06."""
+        done, self._done = self._done, []
+        return done
+
+    # --- a step ---
+
+    def schedule(self, now: float = 0.0) -> Step:
+        """Choose what the next step computes and see to its blocks; an empty step where there is nothing to do.
+
+        Shapes and units: ``now`` in seconds on the clock of the arrivals.
+
+        Raises: ValueError while the last step has not been updated or undone.  Source: chapter 06.
+        """
+        if self._in_flight is not None:
+            raise ValueError("the last step is still in flight; call update(step, tokens) or undo(step) first")
+        step = Step(self.max_num_batched_tokens)
+        if self.policy == "static":
+            self._static(step, now)
+        elif self.policy == "continuous":
+            self._continuous(step, now)
+        else:
+            if self.policy == "fair":
+                self._serve_aged(step, now)
+            self._decode(step)
+            self._continue_prefills(step)
+            self._admit_new(step, now)
+        if step:
+            self._in_flight = step
+        return step
+
+    def update(self, step: Step, tokens: Sequence[int] | None = None, now: float = 0.0) -> None:
+        """Enter what a step has computed: everyone in it moves on, and whoever has caught up gets its new token.
+
+        Shapes and units: ``tokens`` holds a token id for each of ``step.sampled``, in that order; None where only
+        lengths count. ``now``, in seconds, is when they were there.
+
+        Raises: ValueError for a step that is not in flight, or another number of tokens.  Source: chapter 06.
+        """
+        self._require_in_flight(step)
+        sampled = step.sampled
+        if tokens is not None:
+            if len(tokens) != len(sampled):
+                raise ValueError(f"tokens has {len(tokens)} entries; this step gives one to {len(sampled)} requests")
+            for request, token in zip(sampled, tokens, strict=True):
+                request.tokens.append(token)
+        self._in_flight = None
+        self._charge(step)
+        ended = []
+        for request in step.decodes:
+            request.num_computed_tokens = length = request.num_tokens
+            request.num_tokens = length = length + 1
+            request.token_times.append(now)
+            if length >= request.limit or request.stops:
+                ended.append(request)
+        for request, chunk in step.prefills.items():
+            request.num_computed_tokens += chunk
+        for request in sampled[len(step.decodes) :]:
+            request.num_tokens += 1
+            request.token_times.append(now)
+            self.prefilling.remove(request)
+            self.decoding.append(request)
+            ended.append(request)
+        for request in ended:
+            if reason := _finish_reason(request):
+                self._leave(request)
+                self._finish(request, reason, now)
+        self._let_go(now)
+
+    def undo(self, step: Step, now: float = 0.0) -> None:
+        """Give up a step that failed: everybody in it is put back, as if preempted, and may be scheduled again.
+
+        Raises: ValueError for a step that is not in flight.  Source: chapter 06.
+        """
+        self._require_in_flight(step)
+        self._in_flight = None
+        for request in step.requests:
+            self._put_back(request)
+        self._let_go(now)
+
+    # --- policies ---
+
+    def _static(self, step: Step, now: float) -> None:
+        """A batch, and nobody else until all of it is done."""
+        if not self.num_running:
+            while self._admit_next(step, now) is not None:
+                pass
+        self._continue_prefills(step)
+        if not step:
+            self._decode(step)
+
+    def _continuous(self, step: Step, now: float) -> None:
+        """Prompts first and alone, whole if the budget allows; decodes where there is no prompt."""
+        self._continue_prefills(step)
+        self._admit_new(step, now)
+        if not step:
+            self._decode(step)
+
+    def _decode(self, step: Step) -> None:
+        """A token for everyone who decodes; where the budget has not so many, those whose turn it is."""
+        decoding, budget = self.decoding, step.budget
+        if len(decoding) > budget:
+            self.decoding = decoding[budget:] + decoding[:budget]
+        chosen = decoding[:budget]
+        if growing := [r for r in chosen if r.num_tokens > r.room]:
+            self._grow(growing, step)
+        if step.preempted:
+            chosen = [r for r in chosen if r.state == RUNNING]
+        step.decodes = chosen
+        step.budget -= len(chosen)
+
+    def _continue_prefills(self, step: Step) -> None:
+        """Chunks for the prompts under way, the first admitted first."""
+        for request in self.prefilling:
+            if step.budget <= 0:
+                break
+            self._give_chunk(request, step, self.max_chunk)
+
+    def _admit_new(self, step: Step, now: float) -> None:
+        """Chunks for prompts that have waited, while budget, places and blocks are left."""
+        if step.preempted:
+            return  # whoever was put back would be the first to come in again
+        while step.budget > 0 and (request := self._admit_next(step, now)) is not None:
+            self._give_chunk(request, step, self.max_chunk)
+
+    def _serve_aged(self, step: Step, now: float) -> None:
+        """A share of the budget for prompts older than ``max_wait``, the oldest first."""
+        left = self.share
+        while left > 0:
+            aged = [r for r in self.prefilling if r not in step.prefills]
+            if (waiting := self.queue.oldest()) is not None:
+                aged.append(waiting)
+            request = min(aged, key=_order, default=None)
+            if request is None or now - request.arrival < self.max_wait or request in step.preempted:
+                return
+            while request.state == WAITING and not self._admit(request, now):
+                if not self.num_running or (victim := self._latest()).order < request.order:
+                    return
+                self._preempt(victim, step)
+            left -= self._give_chunk(request, step, min(left, self.max_chunk))
+
+    # --- what they are made of ---
+
+    def _give_chunk(self, request: Request, step: Step, most: int) -> int:
+        had = step.prefills.get(request, 0)
+        chunk = min(request.remaining, step.budget + had, max(most, had))
+        step.prefills[request] = chunk
+        step.budget -= chunk - had
+        return chunk - had
+
+    def _admit_next(self, step: Step, now: float) -> Request | None:
+        """The next in the queue, admitted; None where nobody waits or it has to wait on."""
+        while (request := self.queue.peek()) is not None:
+            if self._admit(request, now):
+                return request
+            if self.num_running:
+                return None
+            self._refuse(request, now)  # alone, and still no room: others than the scheduler hold the blocks
+        return None
+
+    def _admit(self, request: Request, now: float) -> bool:
+        """Blocks for all the tokens a request has so far, and a place among the running; False where there are none."""
+        running, needed = self.num_running, self.manager.num_blocks(request.num_tokens)
+        if running >= self.max_num_seqs or needed + (self.reserve if running else 0) > self.manager.pool.num_free:
+            return False
+        self.manager.ensure(request.request_id, request.num_tokens)
+        request.room = needed * self.manager.block_size
+        request.state = RUNNING
+        if request.admitted is None:
+            request.admitted = now
+        self.num_waiting -= 1
+        self.prefilling.append(request)
+        return True
+
+    def _refuse(self, request: Request, now: float) -> None:
+        pool = self.manager.pool
+        request.error = (
+            f"{self.manager.num_blocks(request.num_tokens)} blocks are needed; with nobody running, {pool.num_free} of "
+            f"{pool.num_blocks} are free"
+        )
+        self._leave(request)
+        self._finish(request, "length" if request.num_new_tokens else "rejected", now)
+
+    def _grow(self, requests: list[Request], step: Step) -> None:
+        """Blocks for the next token of each, if need be those of whoever came last."""
+        for request in requests:
+            self.manager.advance(request.request_id, request.num_computed_tokens)  # where no cache has done so
+        while requests := [r for r in requests if r.state == RUNNING]:
+            try:
+                self.manager.ensure_all({r.request_id: r.num_tokens for r in requests})
+            except OutOfBlocks:
+                self._preempt(self._latest(), step)
+            else:
+                for request in requests:
+                    request.room = self.manager.num_blocks(request.num_tokens) * self.manager.block_size
+                return
+
+    def _latest(self) -> Request:
+        """The running request that came last."""
+        return max([*self.prefilling, *self.decoding], key=_order)
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self._put_back(request)
+        request.preemptions += 1
+        step.preempted.append(request)
+        step.budget += step.prefills.pop(request, 0)
+
+    def _put_back(self, request: Request) -> None:
+        self._leave(request)
+        request.state, request.num_computed_tokens = WAITING, 0
+        self.num_waiting += 1
+        self.queue.put_back(request)
+
+    def _leave(self, request: Request) -> None:
+        """Out of wherever it stands. A queue sees by the state that someone has left."""
+        if request.state == RUNNING:
+            (self.decoding if request in self.decoding else self.prefilling).remove(request)
+            self.manager.free(request.request_id)
+            request.room = 0
+        else:
+            self.num_waiting -= 1
+
+    def _let_go(self, now: float) -> None:
+        """End whoever was cancelled while the step was in flight, if it did not end of itself."""
+        for request in self._leaving:
+            if request.state != FINISHED:
+                self._leave(request)
+                self._finish(request, "cancelled", now)
+        self._leaving.clear()
+
+    def _finish(self, request: Request, reason: str, now: float) -> None:
+        if self.requests.get(request.request_id) is request:
+            del self.requests[request.request_id]
+        request.state, request.finish_reason, request.finished = FINISHED, reason, now
+        self._done.append(request)
+
+    def _charge(self, step: Step) -> None:
+        """Enter the work in the clients' accounts."""
+        if self.policy == "fair":
+            for request, chunk in step.prefills.items():
+                self.queue.charge(request.client, chunk)
+            for client, count in Counter([request.client for request in step.decodes]).items():
+                self.queue.charge(client, count * self.decode_weight)
+
+    def _require_in_flight(self, step: Step) -> None:
+        if step is not self._in_flight:
+            raise ValueError("step is not the one in flight; it must be what schedule() last gave, and not empty")
+
+    def audit(self) -> None:
+        """Check the books in full: everyone is in one place, has the blocks of its tokens, and the pool adds up.
+
+        Raises: AssertionError that says what is wrong.  Source: chapter 06.
+        """
+        self.manager.audit()
+        running = [*self.prefilling, *self.decoding]
+        assert len(set(running)) == len(running), "a request runs twice"
+        waiting = [r for r in self.requests.values() if r.state == WAITING]
+        assert len(waiting) == self.num_waiting, f"{len(waiting)} requests wait, {self.num_waiting} are counted"
+        assert {*running, *waiting} == set(self.requests.values()), "a request is lost, or served after its end"
+        assert len(running) <= self.max_num_seqs, f"{len(running)} requests run; at most {self.max_num_seqs} may"
+        for request in running:
+            table = self.manager.table(request.request_id)
+            assert request.state == RUNNING, f"request {request.request_id} runs and is {request.state}"
+            assert request.room == len(table) * self.manager.block_size, "room is not what the table holds"
+            assert request.num_computed_tokens <= request.room, "more tokens were computed than there is room for"
+        for request in self.decoding:
+            assert request.remaining == 1, f"request {request.request_id} decodes and is {request.remaining} behind"
+        for request in waiting:
+            assert request.request_id not in self.manager, f"request {request.request_id} waits and holds blocks"
+            assert request.num_computed_tokens == 0, f"request {request.request_id} waits and has tokens computed"
+
+
+def _require_new(request: object) -> None:
+    if not isinstance(request, Request) or request.state != "new":
+        shown = request.state if isinstance(request, Request) else repr(request)
+        raise ValueError(f"request is {shown}; it must be a new Request")
+
+
+def _order(request: Request) -> int:
+    return request.order
+
+
+def _finish_reason(request: Request) -> str | None:
+    if request.stops and request.tokens and request.tokens[-1] in request.stops:
+        return "stop"
+    return "length" if request.num_tokens >= request.limit else None
+
+
+def _count(name: str, value: object) -> int:
+    count = as_int(value, name)
+    if count < 1:
+        raise ValueError(f"{name} is {count}; it must be 1 or more")
+    return count
