@@ -19,7 +19,7 @@ from kvlab.batch import Batch
 from kvlab.cache import NoCache
 from kvlab.config import ModelConfig
 from kvlab.model import Decoder
-from kvlab.zoo import baselines, evaluate, scoring, train
+from kvlab.zoo import baselines, evaluate, scoring, train, training
 from kvlab.zoo import corpus as corpora
 
 MEASURED = Path(__file__).parents[1] / "book" / "measured"
@@ -254,7 +254,7 @@ def test_a_write_that_breaks_off_leaves_the_last_checkpoint(tmp_path, monkeypatc
         Path(path).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(train, "save_file", broken)
+    monkeypatch.setattr(training, "save_file", broken)
     with pytest.raises(OSError, match="disk full"):
         run(tmp_path, stop_after=4)
     assert (tmp_path / "state.safetensors").read_bytes() == before

@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvlab.speculative._cost import best_gamma, expected_tokens, saturation, speedup
 from kvlab.speculative._drafters import Draft, Drafter, ModelDrafter, NGramDrafter
 from kvlab.speculative._generate import SpecDecodingStats, generate, step
+from kvlab.speculative._heads import HeadDrafter, Heads
 from kvlab.speculative._kernel import greedy_kernel, rejection_kernel
 from kvlab.speculative._rejection import Accepted, greedy_sample, rejection_sample, residual
 from kvlab.speculative._tree import Tree
@@ -17,6 +18,8 @@ __all__ = [
     "Accepted",
     "Draft",
     "Drafter",
+    "HeadDrafter",
+    "Heads",
     "ModelDrafter",
     "NGramDrafter",
     "SpecDecodingStats",

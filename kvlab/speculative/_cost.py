@@ -36,7 +36,9 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return float(sum(alpha**i for i in range(gamma + 1)))
 
 
-def saturation(config: ModelConfig, hardware: costs.Hardware, context: int = 0, batch: int = 1, dtype: str = "bf16") -> float:
+def saturation(
+    config: ModelConfig, hardware: costs.Hardware, context: int = 0, batch: int = 1, dtype: str = "bf16"
+) -> float:
     """Tokens in one pass from which arithmetic, not memory, sets its time.
 
     With the keys and values of ``batch`` sequences of ``context`` tokens the pass has more to read, and stays
@@ -94,7 +96,12 @@ def speedup(
 
 
 def best_gamma(
-    alpha: float, cost_ratio: float, batch: int = 1, *, saturation: float = float("inf"), gammas: Iterable[int] = range(17)
+    alpha: float,
+    cost_ratio: float,
+    batch: int = 1,
+    *,
+    saturation: float = float("inf"),
+    gammas: Iterable[int] = range(17),
 ) -> int:
     """The number of draft tokens that gains most; 0 is not to speculate. The smallest among equals.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -86,8 +87,8 @@ def generate(
 ) -> tuple[list[Generation], SpecDecodingStats]:
     """``kvlab.generate.generate`` with speculation: the same distribution, and the same text where it is greedy.
 
-    Shapes and units: as ``kvlab.generate.generate``; also gives the statistics. A text ends as soon as ``decode`` of its
-    new tokens holds one of the strings in ``stop``; the token that completes it is the last.
+    Shapes and units: as ``kvlab.generate.generate``; also gives the statistics. A text ends as soon as ``decode`` of
+    its new tokens holds one of the strings in ``stop``; the token that completes it is the last.
 
     Raises: ValueError as ``kvlab.generate.generate``, for a drafter that does not fit the model, and for stop strings
     that are empty or without ``decode``, before anything runs; CacheFull where a step has no room even without
@@ -121,9 +122,7 @@ def generate(
             drafter.free(i)
 
 
-def _check_stop(
-    stop: Sequence[str], decode: Callable[[list[int]], str] | None
-) -> Callable[[list[int]], bool] | None:
+def _check_stop(stop: Sequence[str], decode: Callable[[list[int]], str] | None) -> Callable[[list[int]], bool] | None:
     """Whether new tokens hold a stop string; None where there is none to look for."""
     if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop is {stop!r}; it must be a list of strings that are not empty")
@@ -150,8 +149,8 @@ def step(
     New tokens are appended to each request until one ends it (``finish_reason`` is then set), and the rest is
     forgotten. Afterwards the cache holds all tokens of a text but the last.
 
-    Shapes and units: requests and params are keyed by sequence id; ``stops`` says of a request's new tokens whether they
-    end it; gives {sequence id: new token ids}.
+    Shapes and units: requests and params are keyed by sequence id; ``stops`` says of a request's new tokens whether
+    they end it; gives {sequence id: new token ids}.
 
     Raises: ValueError where a request has no params or nothing to compute, and what cache and sampler raise; the
     sequences of the pass that failed are then as before.
@@ -165,11 +164,11 @@ def step(
             raise ValueError(f"params[{s}] is {params.get(s)!r}; it must be the SamplingParams of request {s}")
         if len(text) <= cache.length(s):
             raise ValueError(
-                f"request {s} has {len(text)} tokens and {cache.length(s)} are cached; one or more must be left to compute"
+                f"request {s} has {len(text)} tokens and {cache.length(s)} are cached; one or more must be left"
             )
     ready = {s: text for s, text in texts.items() if len(text) - cache.length(s) == 1}
     fresh = {s: text for s, text in texts.items() if s not in ready}
-    made = {}
+    made: dict[int, list[int]] = {}
     if fresh:
         verdicts = _verify(model, cache, fresh, dict.fromkeys(fresh, _NOTHING), params)
         made |= {s: _settle(model, cache, drafter, requests[s], params[s], stops, s, v)[0] for s, v in verdicts.items()}
@@ -227,7 +226,7 @@ def _verify(
     batch = Batch.build(
         ids, new, past, device=model.device, tree_mask=None if chains else [drafts[s].tree.masks() for s in ids]
     )
-    ends = torch.tensor([len(tokens) for tokens in new]).cumsum(0).tolist()
+    ends = itertools.accumulate(map(len, new))
     rows = [row for end, size in zip(ends, sizes, strict=True) for row in range(end - size - 1, end)]
     batch.logits_indices = torch.tensor(rows, device=model.device)
     logits, states = model.forward_with_states(batch, cache)
@@ -262,10 +261,12 @@ def _judge(
     check_logits(logits, labels)
 
     def padded(lists: Sequence[Sequence[int | float]], length: int, dtype: torch.dtype, fill: float = -1) -> Tensor:
-        return torch.tensor([[*x, *[fill] * (length - len(x))] for x in lists], dtype=dtype, device=on).view(len(lists), length)
+        return torch.tensor([[*x, *[fill] * (length - len(x))] for x in lists], dtype=dtype, device=on).view(
+            len(lists), length
+        )
 
-    starts = torch.tensor([0, *[1 + size for size in sizes]]).cumsum(0).tolist()
-    every_row = padded([range(a, b) for a, b in zip(starts, starts[1:], strict=False)], most + 1, torch.int64, 0)
+    starts = itertools.accumulate([1 + size for size in sizes], initial=0)
+    every_row = padded([range(a, b) for a, b in itertools.pairwise(starts)], most + 1, torch.int64, 0)
     tokens = padded([drafts[s].tokens for s in ids], most, torch.int64)
     chains = all(drafts[s].tree.is_chain for s in ids)
     parents = None if chains else padded([drafts[s].tree.parents for s in ids], most, torch.int32)
@@ -273,7 +274,10 @@ def _judge(
         return greedy_sample(tokens, logits.argmax(dim=1)[every_row], parents=parents)
     target = processed_probs(logits, [params[s] for s, size in zip(ids, sizes, strict=True) for _ in range(1 + size)])
     accept = [
-        [uniform(params[s].seed, at - 1, f"accept {rank}") for at, rank in zip(p[1:], drafts[s].tree.ranks, strict=True)]
+        [
+            uniform(params[s].seed, at - 1, f"accept {rank}")
+            for at, rank in zip(p[1:], drafts[s].tree.ranks, strict=True)
+        ]
         for s, p in zip(ids, places, strict=True)
     ]
     final = [[uniform(params[s].seed, at) for at in p] for s, p in zip(ids, places, strict=True)]

@@ -209,6 +209,4 @@ def _check_drafts(
 
 def _require(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, on: torch.device) -> None:
     if x.shape != shape or x.dtype != dtype or x.device != on:
-        raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)} on {x.device}; it must be {dtype} {list(shape)} on {on}"
-        )
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} on {x.device}; it must be {dtype} {list(shape)} on {on}")

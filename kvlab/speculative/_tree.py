@@ -67,10 +67,14 @@ class Tree:
 
         Source: chapter 05; Cai et al. 2024 (Medusa) write their trees so.
         """
-        wanted = {tuple(as_ints(p, f"paths[{n}]"))[:length] for n, p in enumerate(paths) for length in range(1, len(p) + 1)}
+        wanted = {
+            tuple(as_ints(p, f"paths[{n}]"))[:length] for n, p in enumerate(paths) for length in range(1, len(p) + 1)
+        }
         for path in wanted:
             if path[-1] < 0 or (path[-1] > 0 and (*path[:-1], path[-1] - 1) not in wanted):
-                raise ValueError(f"paths need {list(path)}, whose last rank must be 0 or have the rank before it there too")
+                raise ValueError(
+                    f"paths need {list(path)}, whose last rank must be 0 or have the rank before it there too"
+                )
         order = sorted(wanted, key=lambda path: (len(path), path))
         place = {(): -1} | {path: i for i, path in enumerate(order)}
         return cls(tuple(place[path[:-1]] for path in order))
@@ -109,7 +113,7 @@ class Tree:
         return [[i for i, d in enumerate(depths) if d == depth] for depth in range(1, max(depths, default=0) + 1)]
 
     def masks(self) -> list[int]:
-        """One ``tree_mask`` for the root and each node: bit 0 is the root, bit i + 1 node i; ancestors and self are set.
+        """One ``tree_mask`` for the root and each node: bit 0 is the root, bit i + 1 node i; ancestors and self set.
 
         Source: chapter 05; Miao et al. 2023 (the topology-aware mask).
         """
@@ -135,5 +139,3 @@ class Tree:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
-
-
