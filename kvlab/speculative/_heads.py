@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -87,7 +87,7 @@ class Heads(nn.Module):
                 facts = json.loads((file.metadata() or {})["heads"])
                 heads = cls(**facts)
                 heads.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except (OSError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, RuntimeError, ValueError, SafetensorError) as error:
             raise ValueError(f"{path} holds no heads: {error}") from None
         _check_size(heads, model)
         return heads.to(device=model.device, dtype=model.dtype).requires_grad_(False)
