@@ -832,7 +832,8 @@ class MarkovPair:
 
     def _draft(self, last: Tensor, parents: Sequence[int], certain: bool) -> tuple[Tensor, Tensor]:
         """Draft tokens [count, N], -1 where the draft has no more, and what each was drawn from [count, N, vocab]."""
-        tokens, given = [], []
+        tokens: list[Tensor] = []
+        given: list[Tensor] = []
         left: dict[int, Tensor] = {}  # of each node, and of the root, what its next child is drawn from
         for parent in parents:
             if parent not in left:
