@@ -391,11 +391,10 @@ class TestTree:
     def test_a_small_tree_by_hand(self):
         tree = Tree.branching((2, 1))
         assert tree.parents == (-1, -1, 0, 1)
-        assert (tree.depths, tree.ranks, tree.levels) == ([1, 1, 2, 2], [0, 1, 0, 0], [[0, 1], [2, 3]])
+        assert (tree.depths, tree.ranks, tree.children) == ([1, 1, 2, 2], [0, 1, 0, 0], {-1: [0, 1], 0: [2], 1: [3]})
         assert tree.masks() == [0b1, 0b11, 0b101, 0b1011, 0b10101]
         assert (tree.path(3), tree.path(-1), len(tree), tree.is_chain) == ([1, 3], [], 4, False)
         assert tree.cut(3).parents == (-1, -1, 0)
-        assert tree.pruned(1) == (Tree((-1, -1)), [0, 1])
 
     def test_paths_of_ranks_name_a_tree(self):
         assert Tree.from_ranks([(0, 0), (1,), (0, 1)]) == Tree((-1, -1, 0, 0))
@@ -570,10 +569,9 @@ class Spoiled:
 class TestHeads:
     def test_new_heads_say_what_the_target_says(self, target):
         heads = Heads(32, 3)
-        states, tokens = torch.randn(5, 32), torch.arange(5)
-        made = heads.logits(target, states, tokens)
-        assert made.shape == (3, 5, 40)
-        torch.testing.assert_close(made, target.logits(states).expand(3, 5, 40))
+        states, tokens = torch.randn(5, 32), target.embed_tokens(torch.arange(5))
+        for k in range(3):
+            torch.testing.assert_close(heads(k, states, tokens), states)
 
     def test_what_was_saved_is_loaded(self, target, tmp_path):
         heads = Heads(32, 2, width=24)
@@ -582,7 +580,7 @@ class TestHeads:
         again = Heads.load(tmp_path / "deep" / "heads.safetensors", target)
         assert (again.num_heads, again.width, again.up[0].weight.requires_grad) == (2, 24, False)
         x = torch.randn(3, 32), torch.randn(3, 32)
-        torch.testing.assert_close(again(*x), heads(*x))
+        torch.testing.assert_close(again(0, *x), heads(0, *x))
 
     def test_files_without_heads_are_refused(self, target, tmp_path):
         path = tmp_path / "heads.safetensors"
@@ -602,23 +600,23 @@ class TestHeads:
             HeadDrafter(target, Heads(32, 3), 4)
         with pytest.raises(ValueError, match="hidden size"):
             HeadDrafter(target, Heads(16))
-        with pytest.raises(ValueError, match="41 siblings"):
-            HeadDrafter(target, Heads(32, 3), Tree(tuple([-1] * 41)))
         with pytest.raises(ValueError, match="that same model"):
             speculative.generate(tiny(0), cache(target), HeadDrafter(target, Heads(32)), [[1]])
 
-    def test_each_depth_is_its_heads_best(self, target, draft):
+    def test_each_node_is_what_its_head_says_after_the_nodes_above(self, target, draft):
         drafter = drafters(target, draft)["heads tree"]
         state = torch.randn(32)
         drafter.accepted(5, 3, state)
         texts, params = {5: [1, 2, 3], 6: [1]}, {5: SamplingParams(), 6: SamplingParams()}
         made = drafter.propose(texts, params, {5: 2, 6: 3})
         assert list(made) == [5]  # of 6 no state is known
-        logits = drafter.heads.logits(target, state[None], torch.tensor([3]))[:, 0]
+        tree = made[5].tree
+        assert tree == Tree.branching((3, 2))
         for node, token in enumerate(made[5].tokens):
-            depth, rank = made[5].tree.depths[node], made[5].tree.ranks[node]
-            assert depth <= 2
-            assert token == logits[depth - 1].topk(3).indices[rank]
+            at = state[None]
+            for k, before in enumerate([3, *(made[5].tokens[n] for n in tree.path(node)[:-1])]):
+                at = drafter.heads(k, at, target.embed_tokens(torch.tensor([before])))
+            assert token == target.logits(at)[0].topk(3).indices[tree.ranks[node]]
         drafter.accepted(5, 9, state)
         assert drafter.propose(texts, params, {5: 2, 6: 3}) == {}  # the state is of another length
         drafter.free(5)

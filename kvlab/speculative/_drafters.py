@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -156,8 +156,15 @@ class NGramDrafter:
 
 
 @dataclass
-class _Growth:
-    """A proposal while it grows: its nodes so far, and those whose children come next."""
+class Growth:
+    """A proposal while it grows, level by level.
+
+    Shapes and units: ``text_len`` tokens of the text, ``depth_limit`` levels at most; ``tokens`` and ``parents`` of its
+    nodes so far, each drawn from its row of ``probs`` (empty where the request is greedy); ``frontier`` the nodes whose
+    children come next, -1 the root, and ``rows`` those of the last logits from which they came.
+
+    Source: chapter 05.
+    """
 
     text_len: int
     depth_limit: int
@@ -166,7 +173,61 @@ class _Growth:
     shape_nodes: list[int] = field(default_factory=list)  # which node of the drafter's shape each one is
     probs: list[Tensor] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [-1])
+    rows: list[int] = field(default_factory=list)
     depth: int = 0  # of the frontier
+
+
+def grow(
+    grown: Mapping[int, Growth], shape: Tree, params: Mapping[int, SamplingParams],
+    logits_of: Callable[[dict[int, Growth]], Tensor],
+) -> None:  # fmt: skip
+    """Let proposals grow into a shape, all of them one level at a time.
+
+    Shapes and units: ``logits_of`` gives logits [rows, vocab] after each node of every frontier, sequence by sequence.
+    What has grown stays where it raises.
+
+    Source: chapter 05.
+    """
+    growing = {s: g for s, g in grown.items() if g.depth_limit > 0}
+    children = shape.children
+    while growing:
+        _add_level(growing, children, logits_of(growing), params)
+        growing = {s: g for s, g in growing.items() if g.frontier and g.depth < g.depth_limit}
+
+
+def _add_level(
+    growing: Mapping[int, Growth], children: Mapping[int, Sequence[int]], logits: Tensor,
+    params: Mapping[int, SamplingParams],
+) -> None:  # fmt: skip
+    """Give every node of the frontiers its children; those that have children in turn are the next frontier."""
+    at = [(s, node) for s, g in growing.items() for node in g.frontier]
+    wanted = [children[growing[s].shape_nodes[node] if node >= 0 else -1] for s, node in at]
+    places = [growing[s].text_len + growing[s].depth for s, _ in at]
+    tokens, probs = choose_siblings(logits, [params[s] for s, _ in at], [len(w) for w in wanted], places)
+    for g in growing.values():
+        g.frontier, g.rows, g.depth = [], [], g.depth + 1
+    for row, (s, node) in enumerate(at):
+        growth = growing[s]
+        for rank, shape_node in enumerate(wanted[row]):
+            if tokens[row][rank] < 0:
+                break
+            if shape_node in children:
+                growth.frontier.append(len(growth.tokens))
+                growth.rows.append(row)
+            growth.tokens.append(tokens[row][rank])
+            growth.parents.append(node)
+            growth.shape_nodes.append(shape_node)
+            if params[s].temperature > 0:
+                growth.probs.append(probs[rank][row])
+
+
+def drafts_of(grown: Mapping[int, Growth]) -> dict[int, Draft]:
+    """Proposals as they have grown, without the empty ones. Source: chapter 05."""
+    return {
+        s: Draft(g.tokens, Tree(tuple(g.parents)), torch.stack(g.probs) if g.probs else None)
+        for s, g in grown.items()
+        if g.tokens
+    }
 
 
 class ModelDrafter:
@@ -190,9 +251,6 @@ class ModelDrafter:
     def __init__(self, model: Decoder, cache: KVCache, shape: int | Tree = 4) -> None:
         self.model, self.cache, self.tree = model, cache, check_shape(shape)
         self.num_speculative_tokens = max(self.tree.depths)
-        self._children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.tree.parents):
-            self._children.setdefault(parent, []).append(node)
 
     def check(self, model: Decoder) -> None:
         """Refuse a target of another vocabulary, whose tokens mean something else.
@@ -212,29 +270,27 @@ class ModelDrafter:
     ) -> dict[int, Draft]:
         """A chain or tree for each text, all of them in one pass a level. Source: chapter 05."""
         context = self.model.config.max_seq_len
-        limits = {s: min(depths[s], self.num_speculative_tokens, context - len(text)) for s, text in texts.items()}
-        grown = {s: _Growth(len(texts[s]), limit) for s, limit in limits.items() if limit > 0}
+        grown = {
+            s: Growth(len(text), min(depths[s], self.num_speculative_tokens, context - len(text)))
+            for s, text in texts.items()
+        }
         for s, growth in grown.items():
-            self.cache.truncate(s, min(self.cache.length(s), growth.text_len - 1)) if self.cache.length(s) else None
-        growing = dict(grown)
+            self._forget_from(s, growth.text_len - 1)
         try:
-            while growing:
-                self._grow(growing, self._logits(texts, growing), params)
-                growing = {s: g for s, g in growing.items() if g.frontier and g.depth < g.depth_limit}
+            grow(grown, self.tree, params, lambda growing: self._logits(texts, growing))
         except CacheFull:
             pass  # what has grown so far is proposed
         finally:
             if not self.tree.is_chain:
                 for s, growth in grown.items():
-                    if self.cache.length(s) > growth.text_len:
-                        self.cache.truncate(s, growth.text_len)
-        return {
-            s: Draft(g.tokens, Tree(tuple(g.parents)), torch.stack(g.probs) if g.probs else None)
-            for s, g in grown.items()
-            if g.tokens
-        }
+                    self._forget_from(s, growth.text_len)
+        return drafts_of(grown)
 
-    def _logits(self, texts: Mapping[int, Sequence[int]], growing: Mapping[int, _Growth]) -> Tensor:
+    def _forget_from(self, seq_id: int, length: int) -> None:
+        if self.cache.length(seq_id) > length:
+            self.cache.truncate(seq_id, length)
+
+    def _logits(self, texts: Mapping[int, Sequence[int]], growing: Mapping[int, Growth]) -> Tensor:
         """Logits [rows, vocab] after each node of every frontier, sequence by sequence."""
         ids, device = list(growing), self.model.device
         if self.tree.is_chain or next(iter(growing.values())).depth == 0:
@@ -244,7 +300,7 @@ class ModelDrafter:
             return self.model(Batch.build(ids, new, past, device=device), self.cache)
         trees = [Tree(tuple(growing[s].parents)) for s in ids]
         for s in ids:
-            self.cache.truncate(s, growing[s].text_len)
+            self._forget_from(s, growing[s].text_len)
         batch = Batch.build(
             ids, [growing[s].tokens for s in ids], [growing[s].text_len for s in ids], device=device,
             tree_mask=[[mask >> 1 for mask in tree.masks()[1:]] for tree in trees],  # their root is in the cache
@@ -256,34 +312,12 @@ class ModelDrafter:
         batch.logits_indices = torch.tensor(rows, device=device)
         return self.model(batch, self.cache)
 
-    def _grow(self, growing: Mapping[int, _Growth], logits: Tensor, params: Mapping[int, SamplingParams]) -> None:
-        """Give every node of the frontiers its children; those that have children in turn are the next frontier."""
-        at = [(s, node) for s, g in growing.items() for node in g.frontier]
-        wanted = [self._children[growing[s].shape_nodes[node] if node >= 0 else -1] for s, node in at]
-        places = [growing[s].text_len + growing[s].depth for s, _ in at]
-        tokens, probs = choose_siblings(logits, [params[s] for s, _ in at], [len(w) for w in wanted], places)
-        for g in growing.values():
-            g.frontier, g.depth = [], g.depth + 1
-        for row, (s, node) in enumerate(at):
-            growth = growing[s]
-            for rank, shape_node in enumerate(wanted[row]):
-                if tokens[row][rank] < 0:
-                    break
-                if shape_node in self._children:
-                    growth.frontier.append(len(growth.tokens))
-                growth.tokens.append(tokens[row][rank])
-                growth.parents.append(node)
-                growth.shape_nodes.append(shape_node)
-                if params[s].temperature > 0:
-                    growth.probs.append(probs[rank][row])
-
     def accepted(self, seq_id: int, length: int, state: Tensor) -> None:
         """Take back what was rejected: only the first ``length`` - 1 tokens of the text can be in the cache.
 
         Shapes and units: state [d] is not used.  Source: chapter 05.
         """
-        if self.cache.length(seq_id) > length - 1:
-            self.cache.truncate(seq_id, length - 1)
+        self._forget_from(seq_id, length - 1)
 
     def free(self, seq_id: int) -> None:
         """Free the sequence in the draft's cache. Source: chapter 05."""

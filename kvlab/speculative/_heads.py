@@ -15,19 +15,19 @@ from torch.nn import functional
 from kvlab.batch import as_int
 from kvlab.model import Decoder
 from kvlab.sampling import SamplingParams
-from kvlab.speculative._drafters import Draft, check_shape
+from kvlab.speculative._drafters import Draft, Growth, check_shape, drafts_of, grow
 from kvlab.speculative._tree import Tree
 
 
 class Heads(nn.Module):
     """Small networks that look ahead from one state of a target, and share its embedding and its output matrix.
 
-    Where the target chose token t + 1 from the state of token t, head k names token t + 1 + k. It sees that state, as
-    Medusa's heads do, and the token just chosen, which is known by then. All heads answer at once and none sees what
-    another named. They have no keys and values.
+    Where the target chose token t + 1 from the state of token t, head k names token t + 1 + k. As Medusa's heads they
+    begin at that one state, and have no keys and values. As Hydra's they go step by step: head k reads what head k - 1
+    made of the state, and token t + k, which has been named by then.
 
     Shapes and units: ``hidden_size`` d and ``norm_eps`` are the target's; ``num_heads`` heads, each of one hidden layer
-    of ``width`` (default d).
+    of ``width`` (default 2 d).
 
     Raises: ValueError for a size under 1.
 
@@ -36,7 +36,7 @@ class Heads(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int = 4, width: int | None = None, norm_eps: float = 1e-5) -> None:
         hidden_size, num_heads = as_int(hidden_size, "hidden_size"), as_int(num_heads, "num_heads")
-        width = hidden_size if width is None else as_int(width, "width")
+        width = 2 * hidden_size if width is None else as_int(width, "width")
         if min(hidden_size, num_heads, width) < 1:
             raise ValueError(
                 f"hidden_size is {hidden_size}, num_heads {num_heads} and width {width}; each must be 1 or more"
@@ -49,25 +49,17 @@ class Heads(nn.Module):
             nn.init.zeros_(layer.weight)  # each head begins as the target's own output
         self.down = nn.ModuleList(down)
 
-    def forward(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """The states that the target's output matrix turns into each head's logits.
+    def forward(self, k: int, states: Tensor, embedded: Tensor) -> Tensor:
+        """Head k's states, which the target's output matrix turns into logits.
 
-        Shapes and units: states [R, d] as ``Decoder.hidden`` gives them, embedded [R, d] the embedding of the token
-        that was chosen from each; gives [num_heads, R, d].
+        Shapes and units: ``k`` from 0; states [R, d] of the head before (of head 0: ``Decoder.hidden``'s), embedded
+        [R, d] the embedding of the token that was chosen from each; gives [R, d].
 
-        Source: chapter 05; Cai et al. 2024.
+        Source: chapter 05; Ankner et al. 2024.
         """
         size = (self.hidden_size,)
         both = [functional.rms_norm(x.float(), size, eps=self.norm_eps).to(states.dtype) for x in (states, embedded)]
-        x = torch.cat(both, dim=1)
-        return torch.stack([states + down(functional.silu(up(x))) for up, down in zip(self.up, self.down, strict=True)])
-
-    def logits(self, model: Decoder, states: Tensor, token_ids: Tensor) -> Tensor:
-        """Scores of what follows: states [R, d], the tokens chosen from them [R]; gives [num_heads, R, vocab] float32.
-
-        Source: chapter 05.
-        """
-        return model.logits(self(states, model.embed_tokens(token_ids)))
+        return states + self.down[k](functional.silu(self.up[k](torch.cat(both, dim=1))))
 
     def save(self, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the heads as one safetensors file, rounded to ``dtype``. Source: chapter 05."""
@@ -102,17 +94,16 @@ def _check_size(heads: Heads, model: Decoder) -> None:
 
 
 class HeadDrafter:
-    """Proposals of heads on the target's last state: no second model, no second cache, one small product a step.
+    """Proposals of heads on the target's last state: no second model, no second cache, a few small products a step.
 
-    A node of depth j is one of head j's likeliest tokens, the same whatever stands above it. They are certain, not
-    drawn, so a request at any temperature accepts a node with the target's own probability.
+    It draws from the processed distribution of each request, as ``ModelDrafter`` does.
 
     Shapes and units: ``shape`` is the length of a chain (default: one token a head) or a ``Tree`` no deeper than there
     are heads.
 
     Raises: ValueError for heads of another hidden size, or a shape that is none or too deep.
 
-    Source: chapter 05; Cai et al. 2024 (Medusa).
+    Source: chapter 05; Cai et al. 2024 (Medusa), Ankner et al. 2024 (Hydra).
     """
 
     def __init__(self, model: Decoder, heads: Heads, shape: int | Tree | None = None) -> None:
@@ -122,10 +113,6 @@ class HeadDrafter:
         self.num_speculative_tokens = max(self.tree.depths)
         if self.num_speculative_tokens > heads.num_heads:
             raise ValueError(f"shape is {self.num_speculative_tokens} deep; there are {heads.num_heads} heads")
-        if max(self.tree.ranks) >= model.config.vocab_size:
-            raise ValueError(
-                f"shape has {max(self.tree.ranks) + 1} siblings; the vocabulary has {model.config.vocab_size} tokens"
-            )
         self._states: dict[int, tuple[int, Tensor]] = {}
 
     def check(self, model: Decoder) -> None:
@@ -138,18 +125,23 @@ class HeadDrafter:
         self, texts: Mapping[int, Sequence[int]], params: Mapping[int, SamplingParams], depths: Mapping[int, int]
     ) -> dict[int, Draft]:
         """A chain or tree for each text whose last token's state is known. Source: chapter 05."""
-        ids = [s for s, text in texts.items() if self._states.get(s, (0,))[0] == len(text)]
-        if not ids:
-            return {}
-        states = torch.stack([self._states[s][1] for s in ids])
-        newest = torch.tensor([texts[s][-1] for s in ids], device=self.model.device)
-        logits = self.heads.logits(self.model, states, newest)
-        best = logits.topk(max(self.tree.ranks) + 1, dim=2).indices.transpose(0, 1).tolist()  # [sequence][head][rank]
-        drafts = {}
-        for s, of_heads in zip(ids, best, strict=True):
-            tree, nodes = self.tree.pruned(depths[s])
-            drafts[s] = Draft([of_heads[self.tree.depths[n] - 1][self.tree.ranks[n]] for n in nodes], tree)
-        return drafts
+        known = [s for s, text in texts.items() if self._states.get(s, (0,))[0] == len(text)]
+        grown = {s: Growth(len(texts[s]), min(depths[s], self.num_speculative_tokens)) for s in known}
+        states = torch.stack([self._states[s][1] for s in known]) if known else torch.empty(0)
+
+        def logits_of(growing: dict[int, Growth]) -> Tensor:
+            nonlocal states
+            if (depth := next(iter(growing.values())).depth) == 0:
+                newest = [texts[s][-1] for s in growing]
+            else:
+                newest = [g.tokens[node] for g in growing.values() for node in g.frontier]
+                states = states[[row for g in growing.values() for row in g.rows]]
+            token_ids = torch.tensor(newest, device=self.model.device)
+            states = self.heads(depth, states, self.model.embed_tokens(token_ids))
+            return self.model.logits(states)
+
+        grow(grown, self.tree, params, logits_of)
+        return drafts_of(grown)
 
     def accepted(self, seq_id: int, length: int, state: Tensor) -> None:
         """Keep the state [d] from which the last of ``length`` tokens was chosen. Source: chapter 05."""

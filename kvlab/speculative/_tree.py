@@ -107,10 +107,12 @@ class Tree:
         return ranks
 
     @property
-    def levels(self) -> list[list[int]]:
-        """The nodes of depth 1, of depth 2, ... Source: chapter 05."""
-        depths = self.depths
-        return [[i for i, d in enumerate(depths) if d == depth] for depth in range(1, max(depths, default=0) + 1)]
+    def children(self) -> dict[int, list[int]]:
+        """The nodes that follow each node that has any, -1 the root, in order. Source: chapter 05."""
+        found: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            found.setdefault(parent, []).append(node)
+        return found
 
     def masks(self) -> list[int]:
         """One ``tree_mask`` for the root and each node: bit 0 is the root, bit i + 1 node i; ancestors and self set.
@@ -125,12 +127,6 @@ class Tree:
     def cut(self, length: int) -> Tree:
         """The first ``length`` nodes; a tree too, as parents come first. Source: chapter 05."""
         return Tree(self.parents[: max(0, length)])
-
-    def pruned(self, depth: int) -> tuple[Tree, list[int]]:
-        """The tree without nodes deeper than ``depth``, and which nodes those of it were. Source: chapter 05."""
-        kept = [i for i, d in enumerate(self.depths) if d <= depth]
-        place = {-1: -1} | {node: n for n, node in enumerate(kept)}
-        return Tree(tuple(place[self.parents[i]] for i in kept)), kept
 
     def path(self, node: int) -> list[int]:
         """The nodes from depth 1 down to ``node``; empty for the root, -1. Source: chapter 05."""

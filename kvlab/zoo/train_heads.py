@@ -71,16 +71,16 @@ class HeadedModel(nn.Module):
             length, most = windows.shape[1] - 1, self.heads.num_heads
             states = states.view(len(windows), length, -1)
             ahead = length - most  # places from which every head still has something to name
-            known = self.decoder.embed_tokens(windows[:, 1 : ahead + 1]).flatten(0, 1)
-            named = self.heads(states[:, :ahead].flatten(0, 1), known)
-            losses = []
-            for k, of_head in enumerate(named, 1):
-                scores = self.decoder.logits(of_head)
+            made, losses = states[:, :ahead].flatten(0, 1), []
+            for k in range(most):
+                known = self.decoder.embed_tokens(windows[:, k + 1 : k + 1 + ahead]).flatten(0, 1)
+                made = self.heads(k, made, known)
+                scores = self.decoder.logits(made)
                 if self.joint:
-                    losses.append(functional.cross_entropy(scores, windows[:, k + 1 : ahead + k + 1].flatten()))
+                    losses.append(functional.cross_entropy(scores, windows[:, k + 2 : k + 2 + ahead].flatten()))
                 else:
                     with torch.no_grad():
-                        wanted = self.decoder.logits(states[:, k : ahead + k].flatten(0, 1)).softmax(dim=-1)
+                        wanted = self.decoder.logits(states[:, k + 1 : k + 1 + ahead].flatten(0, 1)).softmax(dim=-1)
                     losses.append(functional.cross_entropy(scores, wanted))
         loss = torch.stack(losses).mean()
         if logits is None:
