@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import itertools
@@ -19,7 +20,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from kvlab import bench, paged, reference, runtime, speculative
+from kvlab import bench, flash_decoding, paged, reference, runtime, speculative
 from kvlab import config as configs
 from kvlab.bench import (
     FIELDS,
@@ -817,6 +818,21 @@ def test_rounds_write_what_plain_decoding_writes(small_pair, gamma):
             if speculate:
                 assert run.steps < 12
                 assert run.tokens_per_step == pytest.approx(1 + sum(run.accepted) / len(run.accepted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not runtime.HAS_GPU, reason="needs a GPU")
+def test_rounds_replayed_from_graphs_write_what_plain_decoding_writes(small_pair):
+    target, draft = (copy.deepcopy(model).cuda() for model in small_pair)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+    cache = paged.PagedCache(target.config, 64, attention=flash_decoding.attention, device="cuda")
+    wanted = generate(target, cache, prompts, SamplingParams(max_tokens=24))
+    rounds = Rounds(target, draft, prompts, 3, 120)
+    for _ in range(2):  # captured in the first run, replayed in the second
+        for speculate in (False, True):
+            run = rounds.run(24, speculate=speculate)
+            assert [text[:24] for text in run.texts] == [g.tokens for g in wanted]
+    assert all(one._graph is not None for one in (rounds.plain, rounds.verify, rounds.draft_first, rounds.draft_next))
 
 
 def test_imposed_acceptance_is_what_was_asked_for(small_pair):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -42,6 +43,7 @@ FILTERS = {
     "top_k": SamplingParams(temperature=1.2, top_k=3), "top_p": SamplingParams(temperature=1.0, top_p=0.8),
     "min_p": SamplingParams(temperature=1.5, min_p=0.1),
 }  # fmt: skip
+ON = runtime.device()
 needs_kernels = pytest.mark.skipif(not runtime.can_launch(), reason="no kernel can be launched here")
 
 
@@ -118,21 +120,22 @@ def batch_of(seed: int, batch: int, vocab: int, tree: Tree, certain: bool = Fals
     n = len(tree)
     q, p = rows(batch, n, vocab), rows(batch, n + 1, vocab)
     tokens = torch.multinomial((p[:, :n] + q).view(-1, vocab), 1, generator=rng).view(batch, n)
-    return {
+    made = {
         "draft_tokens": tokens, "draft_probs": None if certain else q, "target_probs": p,
         "accept_uniforms": torch.rand(batch, n, generator=rng, dtype=torch.float64),
         "sample_uniforms": torch.rand(batch, n + 1, generator=rng, dtype=torch.float64),
         "parents": torch.tensor([tree.parents] * batch, dtype=torch.int32),
     }  # fmt: skip
+    return {name: x if x is None else x.to(ON) for name, x in made.items()}
 
 
 def judge(p, q, tokens, accept=0.5, sample=0.5, **options):
     """One sequence, given as lists."""
-    p = torch.tensor([p], dtype=torch.float32)
-    tokens = torch.tensor([tokens])
+    p = torch.tensor([p], dtype=torch.float32, device=ON)
+    tokens = torch.tensor([tokens], device=ON)
     n = tokens.shape[1]
-    q = None if q is None else torch.tensor([q], dtype=torch.float32)
-    uniforms = [torch.full((1, k), value, dtype=torch.float64) for k, value in ((n, accept), (n + 1, sample))]
+    q = None if q is None else torch.tensor([q], dtype=torch.float32, device=ON)
+    uniforms = [torch.full((1, k), u, dtype=torch.float64, device=ON) for k, u in ((n, accept), (n + 1, sample))]
     made = rejection_sample(tokens, q, p, *uniforms, **options)
     return [t for t in made.tokens[0].tolist() if t >= 0], int(made.num_accepted)
 
@@ -298,9 +301,10 @@ class TestRejectionSampling:
 
     @pytest.mark.parametrize("impl", IMPLS)
     def test_no_drafts_is_plain_sampling(self, impl):
-        p = torch.tensor([[[0.2, 0.3, 0.5]], [[0.2, 0.3, 0.5]]])
-        u = torch.tensor([[0.1], [0.6]], dtype=torch.float64)
-        empty = torch.empty(2, 0, dtype=torch.int64), None, p, torch.empty(2, 0, dtype=torch.float64), u
+        p = torch.tensor([[[0.2, 0.3, 0.5]], [[0.2, 0.3, 0.5]]], device=ON)
+        u = torch.tensor([[0.1], [0.6]], dtype=torch.float64, device=ON)
+        nothing = torch.empty(2, 0, dtype=torch.int64, device=ON)
+        empty = nothing, None, p, nothing.double(), u
         assert rejection_sample(*empty, impl=impl).tokens.tolist() == [[0], [2]]
         nobody = rejection_sample(*(x if x is None else x[:0] for x in empty), impl=impl)
         assert nobody.tokens.shape == (0, 1)
@@ -331,7 +335,7 @@ class TestRejectionSampling:
     def test_bad_input_is_refused(self, name, value, message):
         case = batch_of(0, 4, 5, SHAPES["chain"])
         with pytest.raises(ValueError, match=message):
-            rejection_sample(**case | {name: value})
+            rejection_sample(**case | {name: value.to(ON) if isinstance(value, torch.Tensor) else value})
 
     @settings(max_examples=60, deadline=None)
     @given(st.integers(0, 10**6), st.integers(1, 6), st.sampled_from(sorted(SHAPES)), st.booleans())
@@ -357,9 +361,9 @@ class TestGreedySampling:
         tree = SHAPES[shape]
         for seed in range(4):
             rng = torch.Generator().manual_seed(seed)
-            tokens = torch.randint(0, 2, (5, len(tree)), generator=rng)
-            wanted = torch.randint(0, 2, (5, len(tree) + 1), generator=rng)
-            parents = torch.tensor([tree.parents] * 5, dtype=torch.int32)
+            tokens = torch.randint(0, 2, (5, len(tree)), generator=rng).to(ON)
+            wanted = torch.randint(0, 2, (5, len(tree) + 1), generator=rng).to(ON)
+            parents = torch.tensor([tree.parents] * 5, dtype=torch.int32, device=ON)
             reference = greedy_sample(tokens, wanted, parents=parents, impl="torch")
             case = batch_of(seed, 5, 2, tree, certain=True)
             certain = case | {"draft_tokens": tokens, "target_probs": torch.nn.functional.one_hot(wanted, 2).float()}
@@ -531,6 +535,18 @@ class TestModelDrafter:
             )
             assert made == plain
 
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_a_draft_that_gives_nan_proposes_nothing_and_harms_nothing(self, target, temperature):
+        broken = tiny(0)
+        broken.lm_head.weight.data[3] = math.nan
+        params = SamplingParams(temperature=temperature, seed=4, max_tokens=12)
+        plain = generate(target, cache(target), [[1, 2, 3]], params)[0]
+        for shape in (4, Tree.branching((2, 2))):
+            drafter = ModelDrafter(broken, cache(broken), shape)
+            [made], stats = speculative.generate(target, cache(target), drafter, [[1, 2, 3]], params)
+            assert made == plain
+            assert stats.num_drafts == 0
+
     def test_a_draft_of_a_shorter_context_stops_proposing(self, target):
         short = tiny(0, max_seq_len=16)
         plain = generate(target, cache(target), [[1, 2, 3]], SamplingParams(max_tokens=40))[0]
@@ -651,9 +667,10 @@ class TestGenerate:
     @pytest.mark.parametrize("attention", [paged.attention, flash.attention, flash_decoding.attention])
     def test_every_kernel_verifies_a_tree(self, target, draft, attention):
         params, prompts = SamplingParams(max_tokens=5), PROMPTS[:2]
-        plain = generate(target, cache(target), prompts, params)
-        drafter = drafters(target, draft)["model tree"]
-        store = cache(target, attention=attention, impl="triton")
+        target, draft = (copy.deepcopy(model).to(ON) for model in (target, draft))
+        plain = generate(target, cache(target, device=ON), prompts, params)
+        drafter = ModelDrafter(draft, cache(draft, device=ON), Tree.branching((3, 2, 1)))
+        store = cache(target, attention=attention, impl="triton", device=ON)
         before = sum(runtime.launches.values())
         assert speculative.generate(target, store, drafter, prompts, params)[0] == plain
         assert sum(runtime.launches.values()) > before

@@ -329,15 +329,18 @@ def choose_siblings(
 ) -> tuple[list[list[int]], list[Tensor]]:
     """Several different tokens a row: the likeliest ones of a greedy row, else drawn without replacement.
 
+    A row that is not finite gives none: a draft that breaks costs speed, not the text.
+
     Shapes and units: logits [R, vocab]; ``counts[r]`` tokens are wanted in row r, at place ``positions[r]`` of its
     text. Gives for each row max(counts) token ids, -1 where there is none or none is wanted, and for each rank the
     distributions [R, vocab] float32 that its tokens were drawn from (empty where all rows are greedy).
 
-    Raises: ValueError as ``processed_probs``.
-
     Source: chapter 05; Chen et al. 2024 (Sequoia).
     """
     most, vocab = max(counts, default=0), logits.shape[1]
+    finite = logits.amax(dim=1).isfinite()  # NaN spreads through amax
+    logits = logits.masked_fill(~finite[:, None], 0.0)
+    wanted = [n if good else 0 for n, good in zip(counts, finite.tolist(), strict=True)]
     best = logits.topk(min(most, vocab), dim=1).indices.tolist()
     best = [row + [-1] * (most - len(row)) for row in best]
     chosen, given = best, []
@@ -355,4 +358,4 @@ def choose_siblings(
             greedy if p.temperature == 0 else list(drawn)
             for p, greedy, drawn in zip(params, best, zip(*ranks, strict=True), strict=True)
         ]
-    return [row[:n] + [-1] * (most - n) for row, n in zip(chosen, counts, strict=True)], given
+    return [row[:n] + [-1] * (most - n) for row, n in zip(chosen, wanted, strict=True)], given
