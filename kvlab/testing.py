@@ -806,7 +806,7 @@ class MarkovPair:
 
         Source: chapter 05; Chen et al. 2024 (Sequoia).
         """
-        texts = torch.full((count, length), -1)
+        texts = torch.full((count, length + 1), -1)  # the last column takes what is over
         done = torch.zeros(count, dtype=torch.int64)
         last = torch.full((count,), start)
         rows = torch.arange(count)
@@ -821,9 +821,8 @@ class MarkovPair:
             emitted = (made >= 0).sum(dim=1)
             assert int(emitted.min()) > 0, "a sequence got no token; every step must give one or more"
             assert int(made.max()) < self.vocab, f"token {int(made.max())} came out; the vocabulary has {self.vocab}"
-            for j in range(made.shape[1]):
-                fits = (j < emitted) & (done + j < length)
-                texts[rows[fits], done[fits] + j] = made[fits, j]
+            at = (done[:, None] + torch.arange(made.shape[1])).clamp(max=length)
+            texts.scatter_(1, at.masked_fill(made < 0, length), made)
             done, last = done + emitted, made[rows, emitted - 1]
         place = torch.zeros(count, dtype=torch.int64)
         for j in range(length):

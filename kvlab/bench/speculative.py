@@ -22,7 +22,7 @@ from kvlab.speculative import Drafter, HeadDrafter, Heads, ModelDrafter, NGramDr
 from kvlab.zoo import scoring
 
 GAMMA = 4
-TREE = Tree.branching((4, 2, 1, 1))
+TREE = Tree.branching((3, 2, 2, 1))
 PAIRS = {"stdlib-7m": "stdlib-1m", "llama-3-8b": "llama-3.2-1b"}
 
 
@@ -149,8 +149,10 @@ def build(session: Session, name: str) -> Decoder:
     return Decoder(configs.get(name), dtype=dtype, device=session.device)
 
 
-def time_pass(session: Session, model: Decoder, batch: int, q_len: int, length: int) -> float:
+def time_pass(session: Session, model: Decoder, batch: int, q_len: int, length: int, calls: int = 1) -> float:
     """Milliseconds of a pass over ``q_len`` new tokens of each of B sequences of ``length`` tokens, its graph replayed.
+
+    The host waits for the device after every ``calls`` passes: each one of a target, all of a draft's together.
 
     Source: chapter 05.
     """
@@ -166,17 +168,19 @@ def time_pass(session: Session, model: Decoder, batch: int, q_len: int, length: 
     one = Pass(model, cache, batch, q_len, lambda logits: logits.argmax(dim=-1))
 
     def step(i: int) -> None:
-        one([length] * batch)
-        for seq_id in range(batch):
-            cache.truncate(seq_id, length)
-            cache.manager.ensure(seq_id, length + q_len)
+        for _ in range(calls):
+            one([length] * batch)
+            for seq_id in range(batch):
+                cache.truncate(seq_id, length)
+                cache.manager.ensure(seq_id, length + q_len)
 
     with torch.inference_mode():
         for i in range(4):
             step(i)
-        return measure(
+        timing = measure(
             step, device=session.device, seconds=session.seconds(0.3), min_count=3, max_count=100, host=True
-        ).ms
+        )
+        return timing.ms / calls
 
 
 def costs(session: Session) -> Iterator[Record]:
@@ -197,7 +201,7 @@ def costs(session: Session) -> Iterator[Record]:
                     yield session.record(
                         "speculative.verify", name, ms, "ms", shape={**shape, "q_len": q_len}, dtype=dtype, ms=ms
                     )
-                ms = time_pass(session, draft, batch, 1, length)
+                ms = time_pass(session, draft, batch, 1, length, GAMMA)
                 yield session.record("speculative.draft", PAIRS[name], ms, "ms", shape=shape, dtype=dtype, ms=ms)
         del target, draft
 
@@ -239,7 +243,7 @@ def _race(
         rounds.run(min(new, 8 * (gamma + 1)), speculate=speculate)  # warm, and captured
     plain, fast = rounds.run(new, speculate=False), rounds.run(new, speculate=True)
     one, wide = (time_pass(session, target, batch, q_len, length) for q_len in (1, gamma + 1))
-    ratio = time_pass(session, draft, batch, 1, length) / one
+    ratio = time_pass(session, draft, batch, 1, length, gamma) / one
     rate = fast.tokens_per_second / plain.tokens_per_second
     alpha = imposed if imposed is not None else matching_alpha(fast.tokens_per_step, gamma)
     predicted = fast.tokens_per_step * speculative.speedup(0, gamma, ratio, batch, verify_ratio=wide / one)
