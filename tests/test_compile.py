@@ -133,14 +133,16 @@ decoding(90, 128, batch=4096)
 
 SPECULATIVE = r"""
 from kvlab import speculative
+from kvlab.speculative import _rejection
 
 types = dict.fromkeys(("token_ptr", "out_ptr", "node_ptr", "count_ptr"), "*i64")
 types |= dict.fromkeys(("draft_ptr", "target_ptr", "left_ptr"), "*fp32") | dict(parent_ptr="*i32")
 types |= dict.fromkeys(("accept_ptr", "sample_ptr"), "*fp64")
 for capability in (80, 86, 89, 90):
     for absent in ((), ("draft_ptr",), ("parent_ptr",), ("draft_ptr", "parent_ptr")):
-        values = dict(BLOCK=1024) | dict.fromkeys(absent)
-        build(capability, f"rejection without {absent}", inner(speculative.rejection_kernel), types, values, ("vocab",))
+        values = dict(BLOCK=_rejection._BLOCK) | dict.fromkeys(absent)
+        build(capability, f"rejection without {absent}", inner(speculative.rejection_kernel), types, values, ("vocab",),
+              num_warps=_rejection._WARPS)
     for absent in ((), ("parent_ptr",)):
         kernel, values = inner(speculative.greedy_kernel), dict.fromkeys(absent)
         build(capability, f"greedy without {absent}", kernel, types | dict(target_ptr="*i64"), values, num_warps=1)

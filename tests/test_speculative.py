@@ -198,7 +198,7 @@ class TestRejectionSampling:
         testing.assert_caught(check, rejection_sample, bugs)
 
     @needs_kernels
-    @pytest.mark.parametrize("vocab", [1, 5, 1500])
+    @pytest.mark.parametrize("vocab", [1, 5, 5000])
     @pytest.mark.parametrize("certain", [False, True])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_the_kernel_is_its_reference(self, vocab, certain, shape):
@@ -862,6 +862,16 @@ class TestGenerate:
         with pytest.raises(ValueError, match="request 0 has 0 tokens"):
             speculative.step(target, store, NGramDrafter(), {0: Generation([], [])}, {0: SamplingParams()})
         assert store.manager.seq_ids == []
+
+    def test_a_drafter_needs_a_cache_of_its_own_and_forgets_other_texts(self, target):
+        store = cache(target)
+        with pytest.raises(ValueError, match="a cache each"):
+            speculative.generate(target, store, ModelDrafter(target, store), [[1]])
+        drafter = ModelDrafter(target, cache(target), 3)
+        drafter.propose({0: [9] * 20}, {0: SamplingParams()}, {0: 3})  # left behind by somebody
+        params = SamplingParams(max_tokens=12)
+        _, stats = speculative.generate(target, store, drafter, [[1, 2, 3]], params)
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
 
     def test_no_tokens_and_no_prompts(self, target):
         [made], stats = speculative.generate(target, cache(target), NGramDrafter(), [[1]], SamplingParams(max_tokens=0))

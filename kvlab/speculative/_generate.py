@@ -87,16 +87,19 @@ def generate(
 ) -> tuple[list[Generation], SpecDecodingStats]:
     """``kvlab.generate.generate`` with speculation: the same distribution, and the same text where it is greedy.
 
-    Shapes and units: as ``kvlab.generate.generate``; also gives the statistics. A text ends as soon as ``decode`` of
-    its new tokens holds one of the strings in ``stop``; the token that completes it is the last.
+    Shapes and units: as ``kvlab.generate.generate``, whose sequence ids it uses and frees, in the drafter too; also
+    gives the statistics. A text ends as soon as ``decode`` of its new tokens holds one of the strings in ``stop``; the
+    token that completes it is the last.
 
-    Raises: ValueError as ``kvlab.generate.generate``, for a drafter that does not fit the model, and for stop strings
-    that are empty or without ``decode``, before anything runs; CacheFull where a step has no room even without
-    proposals.
+    Raises: ValueError as ``kvlab.generate.generate``, for a drafter that does not fit the model or shares the cache,
+    and for stop strings that are empty or without ``decode``, before anything runs; CacheFull where a step has no room
+    even without proposals.
 
     Source: chapter 05; Leviathan et al. 2023, Chen et al. 2023.
     """
     drafter.check(model)
+    if getattr(drafter, "cache", None) is cache:
+        raise ValueError("cache is also the drafter's; the two models need a cache each")
     stops = _check_stop(stop, decode)
     every = one_each(SamplingParams() if params is None else params, len(prompts), "prompts")
     requests = {i: begin(model, cache, prompt, f"prompts[{i}]", i) for i, prompt in enumerate(prompts)}
@@ -105,6 +108,7 @@ def generate(
     running = dict(requests)
     try:
         for i, request in requests.items():
+            drafter.free(i)  # whatever it knew under this id was of another text
             request.finish_reason = finish_reason(model, cache, request, settings[i])
         while True:
             for i in [i for i, request in running.items() if request.finish_reason]:

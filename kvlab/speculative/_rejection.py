@@ -12,7 +12,7 @@ from kvlab import runtime
 from kvlab.sampling import inverse_cdf
 from kvlab.speculative._kernel import greedy_kernel, rejection_kernel
 
-_BLOCK = 1024
+_BLOCK, _WARPS = 2048, 8  # tokens of the vocabulary at a time
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def rejection_sample(
                 draft_tokens.contiguous(), q, p, None if parents is None else parents.contiguous(),
                 accept_uniforms.contiguous(), sample_uniforms.contiguous(), left, made.tokens, made.nodes,
                 made.num_accepted, vocab, drafts, *((0, 0) if q is None else q.stride()[:2]), *p.stride()[:2],
-                BLOCK=min(_BLOCK, runtime.triton.next_power_of_2(vocab)), num_warps=4,
+                BLOCK=min(_BLOCK, max(16, runtime.triton.next_power_of_2(vocab))), num_warps=_WARPS,
             )  # fmt: skip
     return made
 
