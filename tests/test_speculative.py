@@ -213,6 +213,18 @@ class TestRejectionSampling:
                 assert torch.equal(getattr(made, name), getattr(wanted, name)), name
         assert runtime.launches["rejection_kernel"] == before + 3
 
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not runtime.HAS_GPU, reason="200 000 programs in the interpreter take too long")
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("params", FILTERS)
+    def test_the_kernel_writes_as_the_target_alone_would(self, shape, params):
+        def sampler(*given, parents):
+            made = rejection_sample(*(x.to(ON) for x in given), parents=parents.to(ON), impl="triton")
+            return speculative.Accepted(made.tokens.cpu(), made.nodes.cpu(), made.num_accepted.cpu())
+
+        pair = testing.MarkovPair(4, FILTERS[params])
+        assert testing.chi_square(pair.write(sampler, 200_000, 2, SHAPES[shape].parents), pair.joint(2)) > 1e-3
+
     @needs_kernels
     def test_the_kernel_notices_planted_bugs(self):
         def check(sample):
