@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab import runtime, speculative
+from kvlab import speculative
 from kvlab.exercises import (
     ExerciseError,
     Tried,
-    _NotYet,
     checker,
     faults_found,
     integer,
@@ -22,6 +21,7 @@ from kvlab.exercises import (
     near,
     number,
     parts_of,
+    where_to_launch,
 )
 from kvlab.exercises.ch03 import _UNWRITTEN, _only_rows_of_out, _Rows, _watched
 
@@ -237,17 +237,7 @@ def residual_kernel(kernel: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 05.
     """
-    on = torch.device("cpu") if runtime.INTERPRET else runtime.device()
-    inner = kernel
-    while not isinstance(inner, type) and getattr(inner, "fn", None) is not None:
-        inner = inner.fn
-    is_kernel, launchable, rng = inner is not kernel and callable(inner), runtime.can_launch(on), random.Random()
-    if is_kernel and not launchable:
-        print("05.4: skipped, no kernel can be launched on this machine; a PyTorch function can be checked")
-        raise _NotYet
-    if not is_kernel and launchable:
-        shown = getattr(kernel, "__wrapped__", kernel)
-        raise ExerciseError(f"the answer is of type {type(shown).__name__}; it must be a kernel under @triton.jit")
+    on, rng = where_to_launch("05.4", kernel), random.Random()
     cases = [(4, 16, 16), (3, 40, 16), (5, 7, 8), (2, 1, 4), (6, 33, 4), (1, 64, 32)]
     cases += [(rng.randint(1, 6), rng.randint(2, 70), rng.choice([4, 8, 16])) for _ in range(8)]
     for number_of, (batch, vocab, block) in enumerate(cases):
@@ -259,7 +249,7 @@ def residual_kernel(kernel: Any) -> None:
             p[0] = p[0] / p[0].sum() if float(p[0].sum()) > 0 else torch.ones(vocab) / vocab
         uniforms = torch.tensor([rng.choice([0.0, 0.999, rng.random(), rng.random()]) for _ in range(batch)])
         what = f"batch {batch}, {vocab} tokens, BLOCK {block}"
-        if launchable:
+        if on is not None:
             got = _launched(kernel, p.to(on), q.to(on), uniforms.to(on), block, what).cpu()
         else:
             got = kernel(p.clone(), q.clone(), uniforms.clone())
