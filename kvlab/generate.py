@@ -62,8 +62,15 @@ def _known(cache: KVCache, seq_id: int) -> bool:
     return cache.length(seq_id) > 0 or (contains is not None and contains(seq_id))
 
 
-def _begin(model: Decoder, cache: KVCache, prompt: Sequence[int], name: str, seq_id: int) -> Generation:
-    """The request of a prompt that the model and the cache can take, under an id that is not in the cache."""
+def begin(model: Decoder, cache: KVCache, prompt: Sequence[int], name: str, seq_id: int) -> Generation:
+    """The request of a prompt that the model and the cache can take, under an id that is not in the cache.
+
+    Shapes and units: ``prompt`` is a list of token ids, ``name`` what an error calls it.
+
+    Raises: ValueError as ``check_prompt``, for a prompt longer than a sequence of the cache, or an id in use.
+
+    Source: chapter 01.
+    """
     ids, row = check_prompt(model, prompt, name), getattr(cache, "max_seq_len", None)
     if row is not None and len(ids) > row:
         raise ValueError(f"{name} has {len(ids)} tokens; a sequence of this cache holds {row} at most (max_seq_len)")
@@ -78,7 +85,11 @@ def _require_unknown(cache: KVCache, seq_id: int) -> None:
         )
 
 
-def _finish_reason(model: Decoder, cache: KVCache, request: Generation, params: SamplingParams) -> str | None:
+def finish_reason(model: Decoder, cache: KVCache, request: Generation, params: SamplingParams) -> str | None:
+    """Why a request is done: "stop", "length", or None where it goes on; its newest token is not stored yet.
+
+    Source: chapter 01.
+    """
     if request.tokens and request.tokens[-1] in params.stop_token_ids:
         return "stop"
     if len(request.tokens) >= params.max_tokens:
@@ -155,13 +166,13 @@ def stream(
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params is {params!r}; it must be one SamplingParams")
     seq_id = as_int(seq_id, "seq_id")
-    return _stream(model, cache, _begin(model, cache, prompt, "prompt", seq_id), params, seq_id)
+    return _stream(model, cache, begin(model, cache, prompt, "prompt", seq_id), params, seq_id)
 
 
 def _stream(model: Decoder, cache: KVCache, request: Generation, params: SamplingParams, seq_id: int) -> Iterator[int]:
     _require_unknown(cache, seq_id)  # another may have taken the id since the call
     try:
-        while (reason := _finish_reason(model, cache, request, params)) is None:
+        while (reason := finish_reason(model, cache, request, params)) is None:
             yield step(model, cache, {seq_id: request}, {seq_id: params})[seq_id]
         request.finish_reason = reason
     finally:
@@ -189,13 +200,13 @@ def generate(
     Source: chapter 01.
     """
     every = one_each(SamplingParams() if params is None else params, len(prompts), "prompts")
-    requests = {i: _begin(model, cache, prompt, f"prompts[{i}]", i) for i, prompt in enumerate(prompts)}
+    requests = {i: begin(model, cache, prompt, f"prompts[{i}]", i) for i, prompt in enumerate(prompts)}
     running = dict(requests)
-    bar = _progress_bar(sum(p.max_tokens for p in every), progress)
+    bar = progress_bar(sum(p.max_tokens for p in every), progress)
     try:
         while True:
             for i in list(running):
-                running[i].finish_reason = _finish_reason(model, cache, running[i], every[i])
+                running[i].finish_reason = finish_reason(model, cache, running[i], every[i])
                 if running[i].finish_reason:
                     del running[i]
                     cache.free(i)
@@ -373,7 +384,8 @@ def _inherit(cache: KVCache, groups: Sequence[_Group], held: set[int], unused: I
         held.discard(loser)
 
 
-def _progress_bar(total: int, progress: bool | None):
+def progress_bar(total: int, progress: bool | None):
+    """A bar on stderr for ``total`` tokens; ``progress`` as ``generate`` takes it. Source: chapter 01."""
     from tqdm import tqdm
 
     hidden = not sys.stderr.isatty() if progress is None else not progress

@@ -173,9 +173,17 @@ class Decoder(nn.Module):
 
         Raises: whatever ``cache.prepare`` or a layer raises.  Source: chapter 01.
         """
+        return self.forward_with_states(batch, cache)[0]
+
+    def forward_with_states(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """As calling the decoder, and beside the logits [R, vocab] the last hidden states [R, d] they come from.
+
+        Raises: whatever ``cache.prepare`` or a layer raises.  Source: chapter 05, whose heads read the states.
+        """
         cache.prepare(batch)
         try:
-            return self.logits(self.hidden(batch, cache)[batch.logits_indices])
+            states = self.hidden(batch, cache)[batch.logits_indices]
+            return self.logits(states), states
         except BaseException:
             for seq_id, past in zip(batch.seq_ids, batch.past_lens, strict=True):
                 if seq_id is None:

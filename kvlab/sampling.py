@@ -189,11 +189,14 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
         )
     if not bool(((uniforms >= 0) & (uniforms < 1)).all()):
         raise ValueError(f"uniforms are {uniforms.tolist()}; each must be in [0, 1)")
-    return _drawn(probs, uniforms)
+    return inverse_cdf(probs, uniforms)
 
 
-def _drawn(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """``draw`` from rows that are known to be distributions."""
+def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """``draw`` from rows that are known to be distributions, without looking at what they hold.
+
+    Shapes and units: probs [R, vocab], uniforms [R]; gives token ids [R] int64.  Source: chapter 01.
+    """
     cumulative = probs.double().cumsum(dim=1)
     target = uniforms.double()[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -229,4 +232,4 @@ def sample(
         return logits.argmax(dim=1).tolist()
     uniforms = [uniform(p.seed, position, purpose) for p, position in zip(rows, places, strict=True)]
     probs = _processed(logits, rows)
-    return _drawn(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)).tolist()
+    return inverse_cdf(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)).tolist()

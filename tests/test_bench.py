@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import itertools
@@ -19,7 +20,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from kvlab import bench, paged, reference, runtime
+from kvlab import bench, flash_decoding, paged, reference, runtime, speculative
 from kvlab import config as configs
 from kvlab.bench import (
     FIELDS,
@@ -39,7 +40,11 @@ from kvlab.bench import (
     table,
 )
 from kvlab.bench.__main__ import main
+from kvlab.bench._rounds import Rounds
 from kvlab.bench._session import commit
+from kvlab.bench.speculative import matching_alpha
+from kvlab.generate import generate
+from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool
 from kvlab.sampling import SamplingParams
 from kvlab.scheduler import Request, RooflineCost, Scheduler, StepShape, fit_records
@@ -269,7 +274,7 @@ def test_a_race_on_a_gpu_flushes_the_l2_and_replays_graphs(monkeypatch):
 
 
 def test_the_benchmarks_are_the_files_beside():
-    assert {"ceilings", "decode", "naive", "prefill", "roofline"} <= set(names())
+    assert {"ceilings", "decode", "naive", "prefill", "roofline", "speculative"} <= set(names())
     assert not any(name.startswith("_") for name in names())
 
 
@@ -290,6 +295,7 @@ def quick_run(name: str) -> tuple[list[Record], str]:
         ("roofline", "linear decode prefill"),
         ("prefill", "dense ragged paged paged_vs_gather ceiling materialised"),
         ("decode", "read table contiguous splits naive launches"),
+        ("speculative", "acceptance position identical verify draft speedup"),
     ],
 )
 def test_each_benchmark_runs_and_writes_what_it_prints(name, parts):
@@ -830,3 +836,79 @@ def test_timed_steps_are_the_steps_they_are_said_to_be():
     assert max(s.chunk_tokens for s in shapes) == 16384
     assert max(s.decode_kv + s.chunk_kv for s in shapes) <= 480_000
     assert max(s.decodes for s in shapes) == 128
+
+
+# --- speculation -----------------------------------------------------------------------------------------------------
+
+
+def test_speculations_records_say_what_was_measured_and_what_imposed():
+    records = quick_run("speculative")[0]
+    by_name = {name: [r for r in records if r.bench == f"speculative.{name}"] for name in ("acceptance", "identical")}
+    assert {r.impl for r in by_name["acceptance"]} >= {"model", "model tree", "n-gram"}
+    assert {r.shape["text"] for r in by_name["acceptance"]} == {"source", "tests", "English"}
+    assert all(r.value == 1 for r in by_name["identical"])
+    [speed] = [r for r in records if r.bench == "speculative.speedup"]
+    assert speed.shape["acceptance"] == "measured"
+    expected = speculative.expected_tokens(speed.shape["alpha"], speed.shape["gamma"])
+    assert expected == pytest.approx(speed.shape["tokens_per_step"])
+    cost = speed.shape["gamma"] * speed.shape["cost_ratio"] + speed.shape["verify_ratio"]
+    assert speed.shape["predicted"] == pytest.approx(expected / cost)
+
+
+@pytest.fixture(scope="module")
+def small_pair():
+    config = replace(configs.get("stdlib-1m"), max_seq_len=128, vocab_size=64)
+    torch.manual_seed(0)
+    target, draft = Decoder(config), Decoder(config)
+    for a, b in zip(target.parameters(), draft.parameters(), strict=True):
+        a.data.mul_(3.0)
+        b.data.copy_(a + 0.05 * a.std() * torch.randn_like(a))
+    return target, draft
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_rounds_write_what_plain_decoding_writes(small_pair, gamma):
+    target, draft = small_pair
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+    wanted = generate(target, paged.PagedCache(target.config, 64), prompts, SamplingParams(max_tokens=12))
+    rounds = Rounds(target, draft, prompts, gamma, 100)
+    for _ in range(2):
+        for speculate in (False, True):
+            run = rounds.run(12, speculate=speculate)
+            assert [text[:12] for text in run.texts] == [g.tokens for g in wanted]
+            assert run.seconds > 0
+            if speculate:
+                assert run.steps < 12
+                assert run.tokens_per_step == pytest.approx(1 + sum(run.accepted) / len(run.accepted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not runtime.HAS_GPU, reason="needs a GPU")
+def test_rounds_replayed_from_graphs_write_what_plain_decoding_writes(small_pair):
+    target, draft = (copy.deepcopy(model).cuda() for model in small_pair)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+    cache = paged.PagedCache(target.config, 64, attention=flash_decoding.attention, device="cuda")
+    wanted = generate(target, cache, prompts, SamplingParams(max_tokens=24))
+    rounds = Rounds(target, draft, prompts, 3, 120)
+    for _ in range(2):  # captured in the first run, replayed in the second
+        for speculate in (False, True):
+            run = rounds.run(24, speculate=speculate)
+            assert [text[:24] for text in run.texts] == [g.tokens for g in wanted]
+    assert all(one._graph is not None for one in (rounds.plain, rounds.verify, rounds.draft_first, rounds.draft_next))
+
+
+def test_imposed_acceptance_is_what_was_asked_for(small_pair):
+    run = Rounds(*small_pair, [[1, 2]] * 8, 2, 120, imposed=0.7).run(80, speculate=True)
+    assert run.tokens_per_step == pytest.approx(speculative.expected_tokens(0.7, 2), rel=0.1)
+    assert Rounds(*small_pair, [[1, 2]], 2, 60, imposed=1.0).run(30, speculate=True).tokens_per_step == 3
+
+
+def test_rounds_refuse_prompts_without_room(small_pair):
+    for prompt in ([1], [1] * 40):
+        with pytest.raises(ValueError, match=r"prompts\[0\]"):
+            Rounds(*small_pair, [prompt], 4, 40)
+
+
+def test_matching_alpha_inverts_the_closed_form():
+    for alpha in (0.0, 0.3, 0.9, 1.0):
+        assert matching_alpha(speculative.expected_tokens(alpha, 4), 4) == pytest.approx(alpha, abs=1e-6)

@@ -131,10 +131,27 @@ decoding(90, 128, rows=20, extra=("lse_ptr", "arrived_ptr", "sink_ptr", "tree_pt
 decoding(90, 128, batch=4096)
 """
 
+SPECULATIVE = r"""
+from kvlab import speculative
+from kvlab.speculative import _rejection
+
+types = dict.fromkeys(("token_ptr", "out_ptr", "node_ptr", "count_ptr"), "*i64")
+types |= dict.fromkeys(("draft_ptr", "target_ptr", "left_ptr"), "*fp32") | dict(parent_ptr="*i32")
+types |= dict.fromkeys(("accept_ptr", "sample_ptr"), "*fp64")
+for capability in (80, 86, 89, 90):
+    for absent in ((), ("draft_ptr",), ("parent_ptr",), ("draft_ptr", "parent_ptr")):
+        values = dict(BLOCK=_rejection._BLOCK) | dict.fromkeys(absent)
+        build(capability, f"rejection without {absent}", inner(speculative.rejection_kernel), types, values, ("vocab",),
+              num_warps=_rejection._WARPS)
+    for absent in ((), ("parent_ptr",)):
+        kernel, values = inner(speculative.greedy_kernel), dict.fromkeys(absent)
+        build(capability, f"greedy without {absent}", kernel, types | dict(target_ptr="*i64"), values, num_warps=1)
+"""
+
 
 @pytest.fixture(scope="module")
 def everything(pytestconfig):
-    return compiling.child(pytestconfig, paged=PAGED, flash=FLASH, decoding=DECODING)
+    return compiling.child(pytestconfig, paged=PAGED, flash=FLASH, decoding=DECODING, speculative=SPECULATIVE)
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +215,12 @@ def test_flash_decoding_compiles_without_spills(compiled_decoding):
 def test_flash_decoding_fits_the_shared_memory(compiled_decoding):
     for kernel in compiled_decoding:
         assert kernel["shared"] <= kernel.get("bound", ROOM[kernel["sm"]]) <= ROOM[kernel["sm"]], kernel
+
+
+def test_speculative_kernels_compile_without_spills(everything):
+    found = everything["speculative"]
+    assert len(found) == 4 * 6
+    for kernel in found:
+        assert kernel["said"] > 0, f"ptxas said nothing of spills for {kernel}"
+        assert kernel["spills"] == 0, kernel
+        assert kernel["shared"] <= ROOM[kernel["sm"]], kernel

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import pytest
 import torch
 
 from kvlab import reference, runtime, testing
 from kvlab.naive import NaiveCache
+from kvlab.sampling import SamplingParams
 from kvlab.testing import ATTENTION, CACHES, HOSTILE, AttentionCase, assert_caught, assert_close, planted
 
 CASES = testing.cases("cpu")
@@ -410,3 +412,64 @@ def test_attention_is_held_to_the_reference_sequence_by_sequence():
     for bad in (([2, 6], [9, 5]), ([2, 7], [9, 4]), ([2, 7], [14])):
         with pytest.raises(ValueError, match="rows; the lengths are"):
             testing.assert_attention(out, q, k, v, *bad)
+
+
+# --- distributions ---------------------------------------------------------------------------------------------------
+
+
+def test_chi_square_of_a_known_example():
+    fair = torch.tensor([0.5, 0.5])
+    assert testing.chi_square(torch.tensor([44, 56]), fair) == pytest.approx(0.23014, abs=1e-4)  # one degree, 1.44
+    assert testing.chi_square(torch.tensor([500, 500]), fair) == pytest.approx(1.0)
+    assert testing.chi_square(torch.tensor([400, 600]), fair) < 1e-9
+
+
+def test_chi_square_takes_rare_cells_together_and_refuses_the_impossible():
+    probs = torch.tensor([0.9, 0.0996, 0.0002, 0.0002])
+    assert testing.chi_square(torch.tensor([900, 100, 0, 0]), probs) > 0.1
+    assert testing.chi_square(torch.tensor([900, 60, 40, 0]), probs) < 1e-9
+    assert testing.chi_square(torch.tensor([999, 1]), torch.tensor([1.0, 0.0])) == 0.0
+    assert testing.chi_square(torch.tensor([7]), torch.tensor([1.0])) == 1.0
+
+
+def test_chi_square_is_uniform_where_nothing_is_wrong():
+    rng, probs = torch.Generator().manual_seed(0), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    draws = torch.multinomial(probs, 400 * 500, replacement=True, generator=rng).view(400, 500)
+    values = torch.tensor([testing.chi_square(torch.bincount(row, minlength=4), probs) for row in draws])
+    assert testing.chi_square(torch.histc(values, 5, 0, 1), torch.full((5,), 0.2)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("counts", "probs"),
+    [([1, 2], [0.5, 0.3]), ([1, 2, 3], [0.5, 0.5]), ([0, 0], [0.5, 0.5]), ([1, 2], [1.5, -0.5])],
+)
+def test_chi_square_refuses_what_is_no_test(counts, probs):
+    with pytest.raises(ValueError):
+        testing.chi_square(torch.tensor(counts), torch.tensor(probs))
+
+
+def test_a_markov_pair_knows_what_it_writes():
+    pair = testing.MarkovPair(3, SamplingParams(temperature=0.9))
+    joint = pair.joint(3, start=1)
+    assert float(joint.sum()) == pytest.approx(1)
+    assert float(joint[2 * 9 + 0 * 3 + 1]) == pytest.approx(
+        float(pair.target[1, 2] * pair.target[2, 0] * pair.target[0, 1]), rel=1e-5
+    )
+    same = testing.MarkovPair(3, SamplingParams(temperature=0.9), closeness=1.0)
+    torch.testing.assert_close(same.draft, same.target)
+    with pytest.raises(ValueError, match="greedy"):
+        testing.MarkovPair(3, SamplingParams())
+
+
+def test_a_markov_pair_notices_a_sampler_that_gives_nothing_or_nonsense():
+    pair = testing.MarkovPair(3, SamplingParams(temperature=1.0))
+
+    def giving(token):
+        return lambda tokens, *_, **__: types.SimpleNamespace(tokens=torch.full((len(tokens), 3), token))
+
+    with pytest.raises(AssertionError, match="got no token"):
+        pair.write(giving(-1), 10, 2, (-1, 0))
+    with pytest.raises(AssertionError, match="token 3 came out"):
+        pair.write(giving(3), 10, 2, (-1, 0))
+    counts = pair.write(giving(2), 10, 2, (-1, 0))
+    assert counts.tolist() == [0] * 8 + [10]

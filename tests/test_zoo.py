@@ -19,7 +19,8 @@ from kvlab.batch import Batch
 from kvlab.cache import NoCache
 from kvlab.config import ModelConfig
 from kvlab.model import Decoder
-from kvlab.zoo import baselines, evaluate, scoring, train
+from kvlab.speculative import Heads
+from kvlab.zoo import baselines, evaluate, scoring, train, train_heads, training
 from kvlab.zoo import corpus as corpora
 
 MEASURED = Path(__file__).parents[1] / "book" / "measured"
@@ -254,7 +255,7 @@ def test_a_write_that_breaks_off_leaves_the_last_checkpoint(tmp_path, monkeypatc
         Path(path).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(train, "save_file", broken)
+    monkeypatch.setattr(training, "save_file", broken)
     with pytest.raises(OSError, match="disk full"):
         run(tmp_path, stop_after=4)
     assert (tmp_path / "state.safetensors").read_bytes() == before
@@ -423,3 +424,105 @@ def test_xz_counts_the_whole_stream():
     assert baselines.xz_bits_per_byte(["abc" * 4000]) < 0.2 < 8 < baselines.xz_bits_per_byte(["abc"])
     with pytest.raises(ValueError, match="no bytes"):
         baselines.xz_bits_per_byte([])
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return train.build(TINY, PLAN, "cpu")
+
+
+def heads_run(decoder: Decoder, out: Path, plan: train.Plan = PLAN, *, joint: bool = False, **more):
+    validation = [(file.astype(np.int64), len(file)) for file in tiny_files()[:2]]
+    sizes = {"num_heads": 3, "prompt": 8, "new": 6, "most": 3}
+    return train_heads.train(
+        decoder, plan, tiny_files(), validation, out, joint=joint, log=lambda _: None, **sizes, **more
+    )
+
+
+def test_heads_learn_and_the_frozen_decoder_does_not(decoder, tmp_path):
+    before = {name: p.clone() for name, p in decoder.named_parameters()}
+    plan = dataclasses.replace(PLAN, steps=40, learning_rate=1e-2, eval_every=10)
+    model, curve = heads_run(decoder, tmp_path, plan)
+    assert model.decoder is decoder
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(parameter, before[name])
+    assert curve[-1]["train_loss"] < curve[0]["train_loss"]
+    assert 1 <= curve[-1]["validation"] <= 4
+
+
+def test_joint_training_changes_a_copy(decoder, tmp_path):
+    before = {name: p.clone() for name, p in decoder.named_parameters()}
+    model, _ = heads_run(decoder, tmp_path, joint=True)
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(parameter, before[name])
+    assert not torch.equal(model.decoder.embed_tokens.weight, decoder.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_heads_loss_names_the_right_tokens(joint):
+    """By hand, one row and place at a time."""
+    plan = dataclasses.replace(PLAN, batch_size=2, sequence_length=9, dropout=0.0)
+    decoder = train.build(TINY, plan, "cpu")
+    heads = Heads(TINY.hidden_size, 3)
+    for layer in heads.down:
+        torch.nn.init.normal_(layer.weight)
+    model = train_heads.HeadedModel(decoder, heads, plan, joint=joint, share=0.5)
+    rows = torch.randint(0, TINY.vocab_size, (2, 10))
+    losses, own = [[], [], []], []
+    for row in rows:
+        cache, batch = NoCache(TINY), Batch.build([0], [row[:9].tolist()], [0])
+        cache.prepare(batch)
+        states = decoder.hidden(batch, cache)
+        logits = decoder.logits(states)
+        own.append(torch.nn.functional.cross_entropy(logits, row[1:]))
+        for t in range(9 - 3):
+            made = states[t : t + 1]
+            for k in range(3):
+                made = heads(k, made, decoder.embed_tokens(row[t + 1 + k])[None])
+                wanted = row[t + 2 + k] if joint else logits[t + 1 + k].softmax(0)
+                losses[k].append(torch.nn.functional.cross_entropy(decoder.logits(made)[0], wanted))
+    expected = torch.stack([torch.stack(one).mean() for one in losses]).mean()
+    if joint:
+        expected = torch.stack(own).mean() + 0.5 * expected
+    torch.testing.assert_close(model.loss(rows), expected)
+
+
+def test_an_interrupted_run_of_heads_ends_as_an_uninterrupted_one(decoder, tmp_path):
+    whole, curve = heads_run(decoder, tmp_path / "whole")
+    heads_run(decoder, tmp_path / "parts", stop_after=3)
+    parts, again = heads_run(decoder, tmp_path / "parts")
+    for a, b in zip(whole.heads.parameters(), parts.heads.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert [p["validation"] for p in curve] == [p["validation"] for p in again]
+
+
+def test_windows_shorter_than_the_heads_look_ahead_are_refused(decoder, tmp_path):
+    with pytest.raises(ValueError, match="sequence_length is 3; it must be over num_heads, 3"):
+        heads_run(decoder, tmp_path, dataclasses.replace(PLAN, sequence_length=3))
+
+
+def test_one_command_trains_both_and_records_them(tmp_path, monkeypatch):
+    stdlib = tmp_path / "python3.11"
+    stdlib.mkdir()
+    held = {f"{name}.py": f"def {name}():\n    return {name!r}\n" * 9 for name in corpora.HELD_OUT}
+    texts = held | {"gzip.py": "def zipped(file):\n    return file.read()\n" * 40}
+    texts |= {f"module{i}.py": f"def f{i}(x):\n    return x + {i}\n" * 60 for i in range(20)}
+    for name, text in texts.items():
+        (stdlib / name).write_text(text)
+    checkpoint.save(train.build(dataclasses.replace(TINY, vocab_size=4096), PLAN, "cpu"), tmp_path / "target")
+    train_heads.main([
+        "--stdlib", str(stdlib), "--out", str(tmp_path / "out"), "--target", str(tmp_path / "target"), "--steps", "2",
+        "--batch-size", "2", "--sequence-length", "32", "--eval-every", "1", "--device", "cpu", "--prompt", "16",
+        "--new", "4", "--most", "2",
+    ])  # fmt: skip
+    records = bench.load(tmp_path / "out" / "records.json")
+    assert {(r.bench, r.impl) for r in records} == {
+        (f"heads_training.{part}", kind) for part in ("run", "curve") for kind in ("frozen", "joint")
+    }
+    for kind in ("frozen", "joint"):
+        target = checkpoint.load(tmp_path / ("target" if kind == "frozen" else "out/joint/model"), device="cpu")
+        assert Heads.load(tmp_path / "out" / kind / "heads.safetensors", target).num_heads == 4
+    assert not (tmp_path / "out" / "frozen" / "model").exists()

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvlab import runtime
+
 Checker = Callable[[Any], None]
 
 _CHECKERS: dict[str, Checker] = {}
@@ -260,6 +262,29 @@ def parts_of(value: Any, names: str, what: str) -> list[Any]:
         shown = f"{len(value)} things" if isinstance(value, tuple | list) else type(value).__name__
         raise ExerciseError(f"{what} gave {shown}; it must give ({names})")
     return list(value)
+
+
+def where_to_launch(exercise: str, answer: Any) -> torch.device | None:
+    """Where to launch an answer that must be a kernel; None where none can be launched and it is a PyTorch function.
+
+    A kernel that cannot be launched is not judged, and a line says so.
+
+    Raises: ExerciseError where a kernel could be launched and the answer is none.
+
+    Source: CONTRIBUTING.md.
+    """
+    on = torch.device("cpu") if runtime.INTERPRET else runtime.device()
+    inner = answer
+    while not isinstance(inner, type) and getattr(inner, "fn", None) is not None:
+        inner = inner.fn
+    is_kernel, launchable = inner is not answer and callable(inner), runtime.can_launch(on)
+    if is_kernel and not launchable:
+        print(f"{exercise}: skipped, no kernel can be launched on this machine; a PyTorch function can be checked")
+        raise _NotYet
+    if not is_kernel and launchable:
+        shown = getattr(answer, "__wrapped__", answer)
+        raise ExerciseError(f"the answer is of type {type(shown).__name__}; it must be a kernel under @triton.jit")
+    return on if launchable else None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from kvlab import reference, runtime
 from kvlab.exercises import (
     ExerciseError,
     Tried,
-    _NotYet,
     checker,
     close,
     faults_found,
@@ -26,6 +25,7 @@ from kvlab.exercises import (
     near,
     number,
     parts_of,
+    where_to_launch,
 )
 
 
@@ -397,19 +397,9 @@ def flash_kernel(kernel: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 03.
     """
-    on = torch.device("cpu") if runtime.INTERPRET else runtime.device()
-    inner = kernel
-    while not isinstance(inner, type) and getattr(inner, "fn", None) is not None:
-        inner = inner.fn
-    is_kernel = inner is not kernel and callable(inner)
-    if not runtime.can_launch(on):
-        if is_kernel:
-            print("03.4: skipped, no kernel can be launched on this machine; a PyTorch function can be checked")
-            raise _NotYet
+    on = where_to_launch("03.4", kernel)
+    if on is None:
         return _flash_in_torch(kernel)
-    if not is_kernel:
-        shown = getattr(kernel, "__wrapped__", kernel)
-        raise ExerciseError(f"the answer is of type {type(shown).__name__}; it must be a kernel under @triton.jit")
     rng = random.Random()
     cases = [
         (1, 1, 16, 16, 16), (16, 16, 16, 16, 16), (32, 32, 16, 32, 16), (5, 37, 16, 16, 16), (37, 5, 16, 16, 32),

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab import reference, runtime
+from kvlab import reference
 from kvlab.exercises import (
     ExerciseError,
     Tried,
-    _NotYet,
     checker,
     close,
     faults_found,
@@ -23,6 +22,7 @@ from kvlab.exercises import (
     near,
     number,
     parts_of,
+    where_to_launch,
 )
 from kvlab.exercises.ch03 import _UNWRITTEN, _hint, _only_rows_of_out, _Rows, _watched
 
@@ -230,24 +230,14 @@ def merge_kernel(kernel: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 04.
     """
-    on = torch.device("cpu") if runtime.INTERPRET else runtime.device()
-    inner = kernel
-    while not isinstance(inner, type) and getattr(inner, "fn", None) is not None:
-        inner = inner.fn
-    is_kernel, launchable, rng = inner is not kernel and callable(inner), runtime.can_launch(on), random.Random()
-    if is_kernel and not launchable:
-        print("04.4: skipped, no kernel can be launched on this machine; a PyTorch function can be checked")
-        raise _NotYet
-    if not is_kernel and launchable:
-        shown = getattr(kernel, "__wrapped__", kernel)
-        raise ExerciseError(f"the answer is of type {type(shown).__name__}; it must be a kernel under @triton.jit")
+    on, rng = where_to_launch("04.4", kernel), random.Random()
     cases = [(1, 1, 16, 1, "plain"), (2, 4, 16, 4, "plain"), (3, 5, 16, 4, "plain"), (5, 3, 32, 8, "nothing first")]
     for kind in _KINDS:
         cases.append((rng.randint(2, 9), rng.randint(2, 20), rng.choice([16, 32]), rng.choice([2, 4, 16]), kind))
     for splits, rows, size, R, kind in cases:
         outs, lses = _states(rng, splits, rows, size, kind)
         what = f"splits {splits}, rows {rows}, D {size}, R {R} ({kind})"
-        if launchable:
+        if on is not None:
             got = _launched(kernel, outs.to(on), lses.to(on), R, what)
         else:
             got = kernel(outs.clone(), lses.clone())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NAMES = ("stdlib-7m", "stdlib-1m")
 
 FOLDER = Path(__file__).parent
+_HEADS = "stdlib-7m/heads.safetensors"
 
 
 def _manifest() -> dict[str, str]:
@@ -111,9 +112,19 @@ def held_out() -> dict[str, str]:
     return dict(_held_out())
 
 
+def heads_file() -> Path | None:
+    """The trained heads of ``stdlib-7m``, their checksum verified; None where this version ships none.
+
+    Raises: ValueError where the file is missing or differs from its checksum.
+
+    Source: chapter 05; ``kvlab.zoo.train_heads``.
+    """
+    return _verify(_HEADS) if _HEADS in _manifest() else None
+
+
 def write_manifest() -> dict[str, str]:
     """Write ``manifest.json``, the SHA-256 of every shipped file (path to hexadecimal digest). Source: kvlab.zoo."""
-    files = ["tokenizer.json", "held_out.json"]
+    files = ["tokenizer.json", "held_out.json", _HEADS]
     files += [f"{name}/{file}" for name in NAMES for file in ("config.json", "model.safetensors")]
     present = [file for file in files if (FOLDER / file).is_file()]
     sums = {file: hashlib.sha256((FOLDER / file).read_bytes()).hexdigest() for file in present}

@@ -90,10 +90,7 @@ def acceptance(
 
     Raises: ValueError where no file is long enough.  Source: Leviathan et al. 2023.
     """
-    starts = [ids[i : i + prompt].tolist() for ids, _ in files for i in range(0, len(ids) - prompt, 2 * prompt)]
-    if not starts:
-        raise ValueError(f"files have fewer than {prompt} tokens each; acceptance needs one longer")
-    starts = [starts[i] for i in np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(int)]
+    starts = scoring.continuations(files, prompt, most)
     greedy = [SamplingParams(max_tokens=new)] * len(starts)
     agreed = []
     for head, made in zip(starts, _generate(target, starts, greedy, batch=50), strict=True):

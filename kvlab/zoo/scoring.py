@@ -111,6 +111,19 @@ def named(model: Decoder, token_ids: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
+def continuations(files: Sequence[tuple[np.ndarray, int]], prompt: int, most: int) -> list[list[int]]:
+    """Places to go on from: each file's first, third, fifth... ``prompt`` tokens; evenly spaced ones if over ``most``.
+
+    Shapes and units: ``files`` as ``encode`` gives them; token ids.
+
+    Raises: ValueError where no file is long enough.  Source: kvlab.zoo.
+    """
+    starts = [ids[i : i + prompt].tolist() for ids, _ in files for i in range(0, len(ids) - prompt, 2 * prompt)]
+    if not starts:
+        raise ValueError(f"files have fewer than {prompt} tokens each; acceptance needs one longer")
+    return [starts[i] for i in np.linspace(0, len(starts) - 1, min(most, len(starts))).astype(int)]
+
+
 def tokens_per_step(agreed: np.ndarray, gamma: int = 4) -> float:
     """Tokens that one greedy speculative step yields, on text that the target itself wrote greedily.
 

@@ -1,0 +1,240 @@
+"""Speculative rounds at the speed of the device: passes of fixed shape, captured in CUDA graphs.
+
+``speculative.generate`` reads every token that is drafted, so at batch 1 Python takes longer than a small model. Here
+the host does what it must between passes (tables, slots, lengths) and reads the device once a step, for the plain loop
+and the speculative one alike, through the same paged cache and the same graphs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvlab import flash_decoding
+from kvlab.batch import Batch
+from kvlab.model import Decoder
+from kvlab.paged import PagedCache
+from kvlab.speculative import greedy_sample
+
+
+class Pass:
+    """One forward pass over B sequences of ``q_len`` new tokens each, replayed from a graph where there is a GPU.
+
+    Shapes and units: ``finish`` turns the logits [B, q_len, vocab] float32 into what is wanted of them, on the device;
+    ``tokens`` [B, q_len] int64 is where the new tokens have to stand, ``result`` what ``finish`` gave last.
+
+    Source: chapter 05; chapter 07 captures whole steps.
+    """
+
+    def __init__(
+        self, model: Decoder, cache: PagedCache, batch: int, q_len: int, finish: Callable[..., Tensor]
+    ) -> None:
+        self.model, self.cache, self.q_len, self.finish = model, cache, q_len, finish
+        on = model.device
+        self.tokens = torch.zeros(batch, q_len, dtype=torch.int64, device=on)
+        self._batch = Batch.build(range(batch), [[0] * q_len] * batch, [0] * batch, device=on, all_logits=True)
+        self._batch.token_ids = self.tokens.view(-1)
+        self._staging = torch.zeros(batch, dtype=torch.int64, pin_memory=on.type == "cuda")
+        self._past = torch.zeros(batch, dtype=torch.int64, device=on)
+        self._copied: torch.cuda.Event | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._places: list[int] = []  # what the graph has in it of the cache: its buffers, and the width of its table
+        self._calls = 0
+        self.result = torch.empty(0)
+
+    def __call__(self, past: Sequence[int]) -> Tensor:
+        """Run the pass on ``tokens``, which follow ``past`` tokens of each sequence; gives ``result``.
+
+        Source: chapter 05.
+        """
+        self._batch.past_lens = list(past)
+        self.cache.prepare(self._batch)
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may not have left yet
+        self._staging.copy_(torch.tensor(past))
+        self._past.copy_(self._staging, non_blocking=True)
+        if self.model.device.type != "cuda":
+            self.result = self._compute()
+            return self.result
+        self._copied = torch.cuda.current_stream().record_event()
+        self._calls += 1
+        places = [buffer.device.data_ptr() for buffer in self.cache._buffers.values()] + [self.cache._columns]
+        if places != self._places:  # another pass may have made them larger
+            self._graph, self._places = None, places
+        if self._graph is None and self._calls > 2:  # warm: kernels are compiled, tiles are chosen
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.result = self._compute()
+            self._graph = graph
+        if self._graph is None:
+            self.result = self._compute()
+        else:
+            self._graph.replay()
+        return self.result
+
+    def _compute(self) -> Tensor:
+        batch, steps = self._batch, torch.arange(self.q_len, device=self._past.device)
+        batch.positions = (self._past[:, None] + steps).view(-1)
+        batch.seq_lens = (self._past + self.q_len).int()
+        logits = self.model.logits(self.model.hidden(batch, self.cache))
+        return self.finish(logits.view(*self.tokens.shape, -1))
+
+
+@dataclass
+class Run:
+    """What a timed run did: ``texts`` the new tokens of each sequence, ``seconds`` of the loop, ``steps`` of it.
+
+    ``accepted`` holds the accepted drafts of every sequence and step. Source: chapter 05.
+    """
+
+    texts: list[list[int]]
+    seconds: float = 0.0
+    steps: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, all sequences together. Source: chapter 05."""
+        return sum(map(len, self.texts)) / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens that one sequence gets a step. Source: chapter 05."""
+        return sum(map(len, self.texts)) / max(1, self.steps * len(self.texts))
+
+
+class Rounds:
+    """Greedy decoding of B prompts, plain or with a chain of drafts, after the prompts were read.
+
+    The draft's first pass always reads the last two tokens of a text. One of them may be in its cache already, but the
+    shape is the same after every step, whatever was accepted.
+
+    Shapes and units: ``gamma`` draft tokens a step; ``longest`` tokens a text may reach, drafts included; ``imposed``
+    is a probability with which drafts are taken to be accepted, whatever they are (with random weights none would be):
+    the text is then no model's, but every pass does its work.
+
+    Raises: ValueError where a prompt has fewer than two tokens or is too long.
+
+    Source: chapter 05; Leviathan et al. 2023.
+    """
+
+    def __init__(
+        self, target: Decoder, draft: Decoder, prompts: Sequence[Sequence[int]], gamma: int, longest: int, *,
+        block_size: int = 16, imposed: float | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        for i, prompt in enumerate(prompts):
+            if not 2 <= len(prompt) < longest - gamma:
+                raise ValueError(
+                    f"prompts[{i}] has {len(prompt)} tokens; it must have 2 or more, and under {longest - gamma}"
+                )
+        self.gamma, self.longest, self.imposed, self.rng = gamma, longest, imposed, random.Random(seed)
+        self.prompts, self.count = [list(p) for p in prompts], len(prompts)
+        self.models = {"target": target, "draft": draft}
+        blocks = -(-longest // block_size) * self.count
+        self.caches = {
+            name: PagedCache(
+                model.config, blocks, block_size, attention=flash_decoding.attention, dtype=model.dtype,
+                device=model.device,
+            )
+            for name, model in self.models.items()
+        }  # fmt: skip
+        best = lambda logits: logits.argmax(dim=-1)  # noqa: E731
+        make = lambda name, q_len, finish=best: Pass(self.models[name], self.caches[name], self.count, q_len, finish)  # noqa: E731
+        self.plain, self.verify = make("target", 1), make("target", gamma + 1, self._judge)
+        self.draft_first, self.draft_next = make("draft", 2), make("draft", 1)
+
+    def _judge(self, logits: Tensor) -> Tensor:
+        """Accepted drafts, their number and the target's token in one tensor, so that it is read at once."""
+        made = greedy_sample(self.verify.tokens[:, 1:].contiguous(), logits.argmax(dim=-1))
+        return torch.cat([made.num_accepted[:, None], made.tokens], dim=1)
+
+    def run(self, new: int, *, speculate: bool) -> Run:
+        """Write ``new`` tokens or more after each prompt, and time it without the prompts.
+
+        Shapes and units: a sequence that reaches ``new`` first goes on with the others; what is over is cut off.
+
+        Source: chapter 05.
+        """
+        texts = [list(prompt) for prompt in self.prompts]
+        for seq_id in range(self.count):
+            for cache in self.caches.values():
+                cache.free(seq_id)
+        with torch.inference_mode():
+            for seq_id, text in enumerate(texts):
+                self._read(seq_id, text)
+            done = Run([])
+            step = self._speculative_step if speculate else self._plain_step
+            self._wait()
+            start = time.perf_counter()
+            while min(len(text) - len(prompt) for text, prompt in zip(texts, self.prompts, strict=True)) < new:
+                if max(map(len, texts)) + self.gamma + 1 > self.longest:
+                    break
+                done.accepted += step(texts)
+                done.steps += 1
+            self._wait()
+            done.seconds = time.perf_counter() - start
+        done.texts = [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]
+        return done
+
+    def _read(self, seq_id: int, text: list[int]) -> None:
+        """Put all of a prompt but its last tokens into both caches, and take the blocks of the longest text."""
+        for name, cache in self.caches.items():
+            past = len(text) - (2 if name == "draft" else 1)
+            if past:
+                batch = Batch.build([seq_id], [text[:past]], [0], device=self.models[name].device)
+                self.models[name](batch, cache)
+            self._reserve(name, seq_id)
+
+    def _reserve(self, name: str, seq_id: int) -> None:
+        self.caches[name].manager.ensure(seq_id, self.longest)  # a captured table must keep its width
+
+    def _rewind(self, name: str, lengths: Sequence[int]) -> None:
+        cache = self.caches[name]
+        for seq_id, length in enumerate(lengths):
+            if cache.length(seq_id) > length:
+                cache.truncate(seq_id, length)
+                self._reserve(name, seq_id)
+
+    def _wait(self) -> None:
+        if self.models["target"].device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _plain_step(self, texts: list[list[int]]) -> list[int]:
+        self.plain.tokens.copy_(torch.tensor([text[-1:] for text in texts]))
+        for text, row in zip(texts, self.plain([len(text) - 1 for text in texts]).tolist(), strict=True):
+            text += row
+        return []
+
+    def _speculative_step(self, texts: list[list[int]]) -> list[int]:
+        past = [len(text) - 1 for text in texts]
+        self._rewind("draft", [n - 1 for n in past])
+        self.draft_first.tokens.copy_(torch.tensor([text[-2:] for text in texts]))
+        self.verify.tokens[:, 0].copy_(self.draft_first.tokens[:, 1])
+        newest = self.draft_first([n - 1 for n in past])[:, 1]
+        for i in range(1, self.gamma + 1):
+            self.verify.tokens[:, i].copy_(newest)
+            if i < self.gamma:
+                self.draft_next.tokens[:, 0].copy_(newest)
+                newest = self.draft_next([n + i for n in past])[:, 0]
+        accepted = []
+        for text, (count, *tokens) in zip(texts, self.verify(past).tolist(), strict=True):
+            if self.imposed is not None:
+                count = self._imposed_count()
+                tokens = [max(token, 0) for token in tokens]
+            text += tokens[: count + 1]
+            accepted.append(count)
+        self._rewind("target", [len(text) - 1 for text in texts])
+        return accepted
+
+    def _imposed_count(self) -> int:
+        assert self.imposed is not None
+        count = 0
+        while count < self.gamma and self.rng.random() < self.imposed:
+            count += 1
+        return count
