@@ -108,9 +108,10 @@ def _states(rng: random.Random, splits: int, rows: int, size: int, kind: str) ->
         lses = torch.linspace(6e4, -6e4, splits)[:, None] + lses
     if kind in ("parts without keys", "far down", "nothing first"):
         hidden = torch.rand(splits, rows) < 0.4
-        hidden[:, rng.randrange(rows)] = True  # this row was seen by none
         if kind == "nothing first":
             hidden[0] = True
+        none, some = rng.sample(range(rows), 2)
+        hidden[:, none], hidden[:, some], hidden[0, some] = True, False, True  # rows seen by no part, and by all but one
         lses[hidden], outs[hidden] = -INF, NAN
     return outs, lses
 
