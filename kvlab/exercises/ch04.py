@@ -110,8 +110,8 @@ def _states(rng: random.Random, splits: int, rows: int, size: int, kind: str) ->
         hidden = torch.rand(splits, rows) < 0.4
         if kind == "nothing first":
             hidden[0] = True
-        none, some = rng.sample(range(rows), 2)
-        hidden[:, none], hidden[:, some], hidden[0, some] = True, False, True  # rows seen by no part, and by all but one
+        none, some = rng.sample(range(rows), 2)  # rows seen by no part, and by all but one
+        hidden[:, none], hidden[:, some], hidden[0, some] = True, False, True
         lses[hidden], outs[hidden] = -INF, NAN
     return outs, lses
 
