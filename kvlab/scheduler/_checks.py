@@ -14,15 +14,21 @@ def number(value: object, name: str, least: float = -math.inf, most: float = mat
 
     Raises: ValueError that begins with ``name``.  Source: chapter 06.
     """
-    if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            found = float(value)
-        except OverflowError:
-            found = math.inf
-        if math.isfinite(found) and least <= found <= most:
-            return found
+    found = value if type(value) is float else _as_float(value)
+    if math.isfinite(found) and least <= found <= most:
+        return found
     bounds = ("" if least == -math.inf else f", {least} or more") if most == math.inf else f" from {least} to {most}"
     raise ValueError(f"{name} is {value!r:.80}; it must be a finite number{unit}{bounds}")
+
+
+def _as_float(value: object) -> float:
+    """NaN for what is no number; infinite for one that no float holds."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def seconds(value: object, name: str, least: float = -math.inf) -> float:

@@ -50,11 +50,10 @@ class StepShape:
 
         Source: chapter 06."""
         checks.require(step, Step, "step")
-        kv = sum([r.num_tokens for r in step.decodes])
+        lens = [r.num_tokens for r in step.decodes]
         if not step.prefills:
-            return cls(len(step.decodes), kv)
-        lens = [(q, r.num_computed_tokens + q) for r, q in step.prefills.items()]
-        return cls.build([r.num_tokens for r in step.decodes], lens)
+            return cls(len(lens), sum(lens))
+        return cls.build(lens, [(q, r.num_computed_tokens + q) for r, q in step.prefills.items()])
 
     @classmethod
     def build(cls, decode_lens: Sequence[int], chunks: Sequence[tuple[int, int]] = ()) -> StepShape:

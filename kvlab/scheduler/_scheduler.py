@@ -514,12 +514,15 @@ def _new_tokens(tokens: Sequence[int] | None, sampled: Sequence[Request]) -> lis
     found = None if tokens is None else checks.token_ids(tokens, "tokens")
     if found is not None and len(found) != len(sampled):
         raise ValueError(f"tokens has {len(found)} entries; this step gives one to {len(sampled)} requests")
-    for request in sampled:
-        if len(request.tokens) != (0 if found is None else request.num_new_tokens):
-            raise ValueError(
-                f"tokens is {tokens!r:.80}; request {request.request_id} has ids for {len(request.tokens)} of its "
-                f"{request.num_new_tokens} new tokens: it must be given all of them, or none"
-            )
+    if found is None:
+        other = [r for r in sampled if r.tokens]
+    else:
+        other = [r for r in sampled if len(r.tokens) != r.num_tokens - len(r.prompt)]
+    if other:
+        raise ValueError(
+            f"tokens is {tokens!r:.80}; request {other[0].request_id} has ids for {len(other[0].tokens)} of its "
+            f"{other[0].num_new_tokens} new tokens: it must be given all of them, or none"
+        )
     return found or []
 
 
