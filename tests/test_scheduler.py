@@ -1122,6 +1122,31 @@ def test_a_simulation_refuses():
         simulate(Scheduler(books(100)), [], 3)
 
 
+def test_places_tell_who_was_at_work_when():
+    """Two places. Steps of 1.4, 1.1 and 1.4 s: A's prompt; A decodes, its last; C, who came last, has A's place."""
+    watch = scheduler.Places(2)
+    made = Scheduler(books(100), "continuous", 8, 1)
+    run = simulate(made, [asks(0, 4, 2), asks(1, 4, 1)], Constant(), watch)
+    assert list(watch.lanes) == ["0", "1"]
+    assert watch.lanes["0"] == [(0.0, 1.4, "a prompt"), (1.4, 2.5, "decodes"), (2.5, 3.9, "a prompt")]
+    assert watch.lanes["1"] == []
+    assert [end for _, end, _ in watch.steps] == run.steps["end"].tolist()
+    assert watch.at_work() == pytest.approx(0.5)
+    assert watch.at_work(1.0) == pytest.approx(0.5)
+    assert scheduler.Places(3).at_work() == 0.0
+    three = held(Scheduler(books(100)), asks(0, 4), asks(1, 4))
+    with pytest.raises(ValueError, match="step has 2 newcomers; 1 of the 1 places"):
+        simulate(three, [], Constant(), scheduler.Places(1))
+    three.audit()
+    assert three.num_waiting == 2
+    with pytest.raises(ValueError, match="count is 0"):
+        scheduler.Places(0)
+    with pytest.raises(ValueError, match="until is nan"):
+        watch.at_work(math.nan)
+    with pytest.raises(ValueError, match="watch is 3"):
+        simulate(three, [], Constant(), 3)
+
+
 def test_a_workload_is_judged_before_anything_is_served():
     spent = asks(5, 3)
     simulate(Scheduler(books(100)), [spent], Constant())
