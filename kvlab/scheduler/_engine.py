@@ -48,7 +48,8 @@ def serve(
     """Serve requests as they arrive, and yield each when it has ended, for whatever reason.
 
     Between two of them the caller may add and cancel others. A prompt that the model cannot read is rejected. A step
-    that fails is undone before its error goes on, so that nobody loses a token.
+    that fails is undone before its error goes on, so that nobody loses a token; who had not come by then is still "new"
+    (of an iterator, one request may have been read ahead).
 
     Shapes and units: ``requests`` in order of arrival, in seconds from the call; ``clock`` gives seconds.
 
