@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab import config, costs, flash_decoding, runtime, scheduler, testing
+from kvlab.cache import NoCache
 from kvlab.generate import generate
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, PagedCache
@@ -150,6 +151,45 @@ def test_a_scheduler_must_keep_to_the_models_context(model):
     cache = pages(100)
     with pytest.raises(ValueError, match="give the scheduler max_model_len=256"):
         serve(model, cache, Scheduler(cache.manager))
+
+
+def test_a_cache_and_its_scheduler_share_their_books(model):
+    cache = pages(20)
+    with pytest.raises(ValueError, match="cache is a PagedCache, whose blocks are not the scheduler's"):
+        serve(model, cache, Scheduler(books(20)))
+    with pytest.raises(ValueError, match="cache is a NoCache"):
+        serve(model, NoCache(TOY), Scheduler(cache.manager))
+    for bad, match in (
+        ({"metrics": 3}, "metrics is 3"),
+        ({"clock": 3}, "clock is 3"),
+        ({"requests": 3}, "requests is 3"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            serve(model, cache, Scheduler(cache.manager), **bad)
+    with pytest.raises(ValueError, match="scheduler is 3"):
+        serve(model, cache, 3)
+
+
+def test_a_list_that_is_not_in_order_is_refused_before_anything_is_served(model):
+    cache = pages(20)
+    made, first = Scheduler(cache.manager), Request(0, PROMPTS[0], arrival=1.0)
+    with pytest.raises(ValueError, match=r"requests has an arrival at 0\.5 after 1\.0; they must be in order"):
+        serve(model, cache, made, [first, Request(1, PROMPTS[1], arrival=0.5)])
+    with pytest.raises(ValueError, match="requests: a request is 'x'"):
+        serve(model, cache, made, [first, "x"])
+    assert (first.state, made.requests) == ("new", {})
+
+
+def test_whoever_stops_listening_loses_nobody(model):
+    cache, run = pages(40), Metrics()
+    made = Scheduler(cache.manager)
+    requests = [Request(i, PROMPTS[i], SamplingParams(max_tokens=3)) for i in range(4)]
+    first = next(iter(serve(model, cache, made, requests, metrics=run)))
+    left = made.take_finished()
+    assert [r.request_id for r in (first, *left)] == [0, 1, 2, 3]
+    made.reject(Request(9, [1]), "no")
+    assert [r.request_id for r in serve(model, cache, made, metrics=run)] == [9]
+    assert [s.reason for s in run.served] == ["length", "rejected"]
 
 
 def test_a_step_that_fails_loses_nothing(model, texts):
@@ -591,6 +631,9 @@ def test_undo_puts_everybody_back():
         ({"max_wait": -1}, "max_wait is -1"),
         ({"aged_share": 2}, "aged_share is 2"),
         ({"decode_weight": math.nan}, "decode_weight is nan"),
+        ({"decode_weight": True}, "decode_weight is True"),
+        ({"max_wait": 10**400}, "max_wait is 1000"),
+        ({"watermark": np.float32("nan")}, "watermark is np.float32(nan)"),
     ],
 )
 def test_a_scheduler_refuses(bad, match):
@@ -608,6 +651,13 @@ def test_a_scheduler_refuses(bad, match):
         ({"arrival": -1.0}, "arrival is -1.0"),
         ({"arrival": math.inf}, "arrival is inf"),
         ({"client": 3}, "client is 3"),
+        ({"prompt": [3, -1]}, "prompt[1] is -1; a token id must be 0 or more"),
+        ({"prompt": [2**63]}, "prompt[0] is 9223372036854775808"),
+        ({"prompt": range(-2, 3)}, "prompt[0] is -2"),
+        ({"prompt": range(10**12)}, "prompt is range(0, 1000000000000); it must have fewer than 2**31 tokens"),
+        ({"prompt": range(0)}, "prompt is empty"),
+        ({"arrival": "now"}, "arrival is 'now'"),
+        ({"arrival": True}, "arrival is True"),
     ],
 )
 def test_a_request_refuses(bad, match):
@@ -637,6 +687,242 @@ def test_calls_out_of_turn_change_nothing():
     assert made.requests[0].tokens == [1]
     none = held(Scheduler(books(20)), asks(0, 5, 0))
     assert [r.finish_reason for r in none.take_finished()] == ["length"]
+
+
+def test_numbers_of_numpy_are_numbers():
+    made = Scheduler(
+        books(20), "fair", np.int64(8), np.int32(4), np.int16(3), watermark=np.float32(0.1), max_wait=np.int64(2),
+        aged_share=np.float64(0.5), decode_weight=np.float32(2),
+    )  # fmt: skip
+    request = Request(np.int64(3), np.arange(7), SamplingParams(max_tokens=2), np.float32(0.5))
+    assert [type(x) for x in (request.request_id, request.arrival, request.prompt[0])] == [int, float, int]
+    made.add(request, np.float64(0.5))
+    while made.has_work:
+        step = made.schedule(np.float32(1))
+        made.update(step, torch.zeros(len(step.sampled), dtype=torch.int64), np.float64(2))
+    [done] = made.take_finished(np.int64(1))
+    assert (done.tokens, done.token_times, done.finished) == ([0, 0], [2.0, 2.0], 2.0)
+    assert {type(x) for x in (*done.tokens, *done.token_times, done.admitted)} == {int, float}
+
+
+@pytest.mark.parametrize("now", [math.nan, math.inf, "now", True, [0.0], 10**400, torch.tensor(1.0)])
+def test_a_time_that_is_none_changes_nothing(now):
+    new = asks(9, 3)
+    made = held(Scheduler(books(20), "fair", 8, 4), asks(0, 3), asks(1, 30))
+    step = made.schedule()
+    for call in (
+        lambda: made.add(new, now), lambda: made.reject(new, "no", now), lambda: made.cancel(0, now),
+        lambda: made.update(step, [1], now), lambda: made.undo(step, now),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"now is .*it must be a finite number of seconds"):
+            call()
+    assert new.state == "new"
+    assert not made.requests[0].cancelled
+    assert made.requests[0].tokens == []
+    made.update(step, [1])
+    with pytest.raises(ValueError, match="now is"):
+        made.schedule(now)
+    made.audit()
+    assert made.schedule().num_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ([-1], "tokens[0] is -1"),
+        ([2**63], "tokens[0] is 9223372036854775808"),
+        ([1.0], "tokens[0] is 1.0"),
+        ([None], "tokens[0] is None"),
+        ("7", "tokens[0] is '7'"),
+        (7, "tokens is 7; it must be a list"),
+        ([], "tokens has 0 entries"),
+    ],
+)
+def test_what_is_no_token_changes_nothing(tokens, match):
+    made = held(Scheduler(books(20), "chunked", 8, 4), asks(0, 3), asks(1, 9))
+    step = made.schedule()
+    with pytest.raises(ValueError, match=re.escape(match)):
+        made.update(step, tokens)
+    assert [r.num_computed_tokens for r in made.requests.values()] == [0, 0]
+    assert made.requests[0].tokens == []
+    made.update(step, [5])
+    made.audit()
+    assert made.requests[0].tokens == [5]
+
+
+def test_a_text_has_the_ids_of_all_its_tokens_or_of_none():
+    for first, second in ((None, [1]), ([1], None)):
+        made = held(Scheduler(books(20)), asks(0, 3))
+        made.update(made.schedule(), first)
+        step = made.schedule()
+        with pytest.raises(ValueError, match=r"request 0 has ids for . of its 1 new tokens"):
+            made.update(step, second)
+        made.update(step, first)
+        made.audit()
+    request = made.requests[0]
+    assert request.token_ids(2, 5) == [2, 1, 1]
+    for start, stop in ((-1, 2), (3, 2), (0, 6)):
+        with pytest.raises(ValueError, match=f"start is {start} and stop {stop}; request 0 has the ids of 3 tokens"):
+            request.token_ids(start, stop)
+    lengths = held(Scheduler(books(20)), asks(0, 3))
+    lengths.update(lengths.schedule())
+    with pytest.raises(ValueError, match="and of 0 new ones"):
+        lengths.schedule().batch()
+
+
+def test_an_id_is_an_integer_also_where_it_is_cancelled():
+    made = held(Scheduler(books(20)), asks(1, 3))
+    for wrong in (True, "1", 1.0, [1]):
+        with pytest.raises(ValueError, match="request_id is"):
+            made.cancel(wrong)
+    assert made.requests[1].state == "waiting"
+    assert made.cancel(torch.tensor(1))
+    made.add(asks(1, 3))  # the id is free again, though the queue has not come to the one that left
+    play(made)
+    assert [r.finish_reason for r in made.take_finished()] == ["cancelled", "length"]
+    with pytest.raises(ValueError, match="reason is 3"):
+        made.reject(asks(2, 3), 3)
+    with pytest.raises(ValueError, match="count is -1"):
+        made.take_finished(-1)
+    spent = asks(4, 3)
+    made.reject(spent, "no")
+    with pytest.raises(ValueError, match="request is finished; it must be a new Request"):
+        made.reject(spent, "no")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_smallest_of_everything(policy):
+    """A pool of one block of one token, a budget of 1, one place: two prompts of 1, and one that is too long."""
+    made = Scheduler(books(1, 1), policy, 1, 1, 1, watermark=0.99, max_wait=0, aged_share=0, decode_weight=0)
+    held(made, asks(0, 1, 10**9), asks(1, 1, 1), asks(2, 2, 1), asks(3, 1, 0))
+    play(made)
+    found = {r.request_id: (r.finish_reason, r.num_new_tokens) for r in made.take_finished()}
+    assert found == {0: ("length", 1), 1: ("length", 1), 2: ("rejected", 0), 3: ("length", 0)}
+
+
+def test_a_prompt_as_long_as_the_context_is_rejected_and_one_shorter_by_a_token_gets_one():
+    made = held(Scheduler(books(50), max_model_len=20), asks(0, 20), asks(1, 19), asks(2, 21, 1))
+    play(made)
+    found = {r.request_id: r for r in made.take_finished()}
+    assert {i: (r.finish_reason, r.num_new_tokens) for i, r in found.items()} == {
+        0: ("rejected", 0), 1: ("length", 1), 2: ("rejected", 0),
+    }  # fmt: skip
+    assert found[0].error == "the prompt has 20 tokens; with one new one a text may have 20 (max_model_len)"
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(POLICIES))
+def test_a_random_life_with_all_that_can_happen(rng, policy):
+    """Stop tokens, cancellations at any moment, steps that fail, blocks that somebody else takes and gives back."""
+    seqs = rng.randint(1, 6)
+    made = Scheduler(
+        books(rng.choice([1, 2, 15]), rng.randint(1, 5)), policy, rng.randint(seqs, 20), seqs, rng.choice([None, 1, 7]),
+        max_model_len=rng.choice([None, 1, 30]), watermark=rng.choice([0, 0.1, 0.99]), max_wait=rng.choice([0, 30]),
+        aged_share=rng.choice([0, 0.3, 1]), decode_weight=rng.choice([0, 2]),
+    )  # fmt: skip
+    every: list[Request] = []
+    ended: list[Request] = []
+    for now in itertools.count():
+        if len(every) < 30 and (rng.random() < 0.4 or not made.has_work):
+            prompt = range(rng.choice([1, rng.randint(1, 40), made.max_length, max(1, made.max_length - 1)]))
+            params = SamplingParams(max_tokens=rng.choice([0, 1, 12, 10**9]), stop_token_ids=rng.choice([(), (0,)]))
+            every.append(Request(len(every), prompt, params, rng.randint(0, now), rng.choice("abc")))
+            made.add(every[-1], now)
+        if -1 in made.manager:
+            made.manager.free(-1)
+        elif rng.random() < 0.1:
+            made.manager.ensure(-1, rng.randint(0, made.manager.pool.num_free) * made.manager.block_size)
+        step = made.schedule(now)
+        for _ in range(rng.choice([0, 0, 2])):
+            made.cancel(rng.randrange(len(every)), now)
+        if step and rng.random() < 0.05:
+            made.undo(step, now)
+        elif step:
+            made.update(step, [rng.randrange(5) for _ in step.sampled], now)
+        made.audit()
+        ended += made.take_finished(rng.choice([None, 1]))
+        if len(every) == 30 and not made.has_work:
+            break
+        assert now < 5000, "it hangs"
+    ended += made.take_finished()
+    assert sorted(r.request_id for r in ended) == list(range(30))
+    for r in ended:
+        assert len(r.tokens) == len(r.token_times) == r.num_new_tokens
+        assert not r.num_new_tokens or r.num_tokens <= made.max_length
+        assert (r.finish_reason == "stop") == (r.stops == {0} and r.tokens[-1:] == [0])
+        assert not r.stops.intersection(r.tokens[:-1])
+    made.manager.free(-1)
+    assert made.manager.pool.num_free == made.manager.pool.num_blocks
+
+
+SHAPE = StepShape.build([5])
+LLAMA, H200 = config.get("llama-3-8b"), costs.HARDWARE["h200"]
+TERMS = len(scheduler.FittedCost.TERMS)
+ROW = {"shape": {name: getattr(SHAPE, name) for name in StepShape.__dataclass_fields__}, "ms": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: StepShape(-1, 3), "decodes is -1"),
+        (lambda: StepShape(1, 2.5), "decode_kv is 2.5"),
+        (lambda: StepShape(1, 5, 1, "x"), "chunk_tokens is 'x'"),
+        (lambda: StepShape(1, 10**30), "decode_kv is 1000"),
+        (lambda: StepShape.of(3), "step is 3; it must be a Step"),
+        (lambda: StepShape.build([0]), "decode_lens holds 0"),
+        (lambda: StepShape.build(5), "decode_lens is 5"),
+        (lambda: StepShape.build([math.nan]), "decode_lens[0] is nan"),
+        (lambda: StepShape.build([], [3]), "chunks: a chunk is 3"),
+        (lambda: StepShape.build([], [(1, 2, 3)]), "chunks hold (1, 2, 3)"),
+        (lambda: StepShape.build([], [(4, 3)]), "chunks hold (4, 3)"),
+        (lambda: StepShape.build([], [(0, 3)]), "chunks hold (0, 3)"),
+        (lambda: StepShape.build([], 7), "chunks is 7"),
+        (lambda: RooflineCost("llama", H200), "config is 'llama'; it must be a ModelConfig"),
+        (lambda: RooflineCost(LLAMA, "h200"), "hardware is 'h200'; it must be a Hardware"),
+        (lambda: RooflineCost(LLAMA, H200, "fp3"), "dtype"),
+        (lambda: RooflineCost(LLAMA, H200, overhead=math.nan), "overhead is nan"),
+        (lambda: RooflineCost(LLAMA, H200).seconds((1, 2)), "shape is (1, 2); it must be a StepShape"),
+        (lambda: scheduler.FittedCost((1.0,)), f"coefficients has 1 entries; they must be {TERMS}"),
+        (lambda: scheduler.FittedCost((1.0,) * (TERMS - 1) + (-1.0,)), f"coefficients[{TERMS - 1}] is -1.0"),
+        (lambda: scheduler.FittedCost(None), "coefficients is None"),
+        (lambda: scheduler.FittedCost((0.0,) * TERMS, ("x",)), "residuals[0] is 'x'"),
+        (lambda: scheduler.FittedCost((0.0,) * TERMS).seconds(None), "shape is None"),
+        (lambda: fit([3], [1.0]), "shape is 3"),
+        (lambda: fit(SHAPE, [1.0]), "shapes is StepShape("),
+        (lambda: fit([SHAPE], ["1"]), "seconds[0] is '1'"),
+        (lambda: fit([SHAPE], [math.inf]), "seconds[0] is inf"),
+        (lambda: scheduler.fit_records([3]), "records hold 3"),
+        (lambda: scheduler.fit_records(None), "records is None"),
+        (lambda: scheduler.fit_records([{"shape": ROW["shape"]}]), "records: ms is None"),
+        (lambda: scheduler.fit_records([{**ROW, "shape": {**ROW["shape"], "chunks": 1.5}}]), "chunks is 1.5"),
+        (lambda: Metrics(simulated="yes"), "simulated is 'yes'"),
+        (lambda: Metrics().observe(None, scheduler.Step(1), 0, 1), "scheduler is None"),
+        (lambda: Metrics().observe(Scheduler(books(4)), None, 0, 1), "step is None"),
+        (lambda: Metrics().observe(Scheduler(books(4)), scheduler.Step(1), math.nan, 1), "start is nan"),
+        (
+            lambda: Metrics().observe(Scheduler(books(4)), scheduler.Step(1), 2, 1),
+            "end is 1; it must be a finite number",
+        ),
+        (lambda: Metrics().finish(None), "request is None"),
+        (lambda: Metrics().prometheus("1 bad"), "prefix is '1 bad'"),
+        (lambda: Metrics().percentile("ttft", "x"), "q is 'x'"),
+        (lambda: Metrics().goodput(itl=math.nan), "itl is nan"),
+        (lambda: scheduler.table([Metrics()]), "runs is [<"),
+        (lambda: scheduler.table({"a": 3}), "runs['a'] is 3; it must be a Metrics"),
+        (lambda: scheduler.forward(None, None, None), "step is None"),
+        (lambda: scheduler.forward(None, None, scheduler.Step(8)), "step is empty"),
+        (lambda: scheduler.FirstCome().push(3), "request is 3; it must be a Request"),
+        (lambda: scheduler.FirstCome().put_back(3), "request is 3"),
+        (lambda: scheduler.FairQueue().push(3), "request is 3"),
+        (lambda: scheduler.FairQueue().put_back(3), "request is 3"),
+        (lambda: scheduler.FairQueue().charge("a", -1), "tokens is -1"),
+        (lambda: scheduler.FairQueue().charge("a", math.nan), "tokens is nan"),
+        (lambda: scheduler.FairQueue().charge(3, 1), "client is 3"),
+    ],
+)
+def test_public_names_refuse(call, match):
+    with pytest.raises(ValueError, match=re.escape(match)):
+        call()
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -827,6 +1113,63 @@ def test_a_simulation_refuses():
     free = scheduler.FittedCost((0.0,) * len(scheduler.FittedCost.TERMS))
     with pytest.raises(ValueError, match="cost_model gives 0"):
         simulate(Scheduler(books(100)), [asks(0, 4)], free)
+    for workload, match in (([3], "workload: a request is 3"), (None, "workload is None"), ("ab", "workload is 'ab'")):
+        with pytest.raises(ValueError, match=match):
+            simulate(Scheduler(books(100)), workload, Constant())
+    with pytest.raises(ValueError, match="scheduler is None"):
+        simulate(None, [], Constant())
+    with pytest.raises(ValueError, match="cost_model is 3"):
+        simulate(Scheduler(books(100)), [], 3)
+
+
+def test_places_tell_who_was_at_work_when():
+    """Two places. Steps of 1.4, 1.1 and 1.4 s: A's prompt; A decodes, its last; C, who came last, has A's place."""
+    watch = scheduler.Places(2)
+    made = Scheduler(books(100), "continuous", 8, 1)
+    run = simulate(made, [asks(0, 4, 2), asks(1, 4, 1)], Constant(), watch)
+    assert list(watch.lanes) == ["0", "1"]
+    assert watch.lanes["0"] == [(0.0, 1.4, "a prompt"), (1.4, 2.5, "decodes"), (2.5, 3.9, "a prompt")]
+    assert watch.lanes["1"] == []
+    assert [end for _, end, _ in watch.steps] == run.steps["end"].tolist()
+    assert watch.at_work() == pytest.approx(0.5)
+    assert watch.at_work(1.0) == pytest.approx(0.5)
+    assert scheduler.Places(3).at_work() == 0.0
+    three = held(Scheduler(books(100)), asks(0, 4), asks(1, 4))
+    with pytest.raises(ValueError, match="step has 2 newcomers; 1 of the 1 places"):
+        simulate(three, [], Constant(), scheduler.Places(1))
+    three.audit()
+    assert three.num_waiting == 2
+    with pytest.raises(ValueError, match="count is 0"):
+        scheduler.Places(0)
+    with pytest.raises(ValueError, match="until is nan"):
+        watch.at_work(math.nan)
+    with pytest.raises(ValueError, match="watch is 3"):
+        simulate(three, [], Constant(), 3)
+
+
+def test_a_workload_is_judged_before_anything_is_served():
+    spent = asks(5, 3)
+    simulate(Scheduler(books(100)), [spent], Constant())
+    for last, match in ((asks(0, 4, arrival=3.0), "request_id 0 twice"), (spent, "a request is finished")):
+        made, first = Scheduler(books(100)), asks(0, 4)
+        with pytest.raises(ValueError, match=match):
+            simulate(made, [first, last], Constant())
+        assert (first.state, made.requests) == ("new", {})
+
+
+@pytest.mark.parametrize("took", [math.inf, math.nan, -1.0, "long", None])
+def test_a_step_whose_time_is_none_is_undone(took):
+    class Odd(Constant):
+        def seconds(self, shape):
+            return took if shape.decodes else 1.0
+
+    made, request = Scheduler(books(100)), asks(0, 4, 3)
+    with pytest.raises(ValueError, match="cost_model's time of a step is"):
+        simulate(made, [request], Odd())
+    made.audit()
+    assert (request.state, request.num_new_tokens) == ("waiting", 1)
+    play(made)
+    assert request.num_new_tokens == 3
 
 
 # --- one launch for all ----------------------------------------------------------------------------------------------

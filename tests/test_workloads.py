@@ -14,6 +14,7 @@ from kvlab.batch import Batch
 from kvlab.cache import NoCache
 from kvlab.model import Decoder
 from kvlab.naive import NaiveCache
+from kvlab.sampling import SamplingParams
 from kvlab.workloads import Request
 
 TOY = config.ModelConfig(
@@ -199,6 +200,33 @@ def test_last_scores_of_no_text_are_refused():
 # --- requests that arrive --------------------------------------------------------------------------------------------
 
 
+def test_a_burst_without_end_ends():
+    assert len(workloads.bursty(4.0, 100, burst=1e300)) == 100
+
+
+def test_a_long_gap_begins_no_earlier_than_the_clock():
+    assert min(r.arrival for r in workloads.decodes_and_prompts(1, 1, 5, 8, gap=100.0, seed=1)) == 0
+
+
+def test_numbers_of_numpy_make_requests():
+    [found] = workloads.arriving([Request(np.int64(5), np.int32(3))], np.array([1.5]), first_id=np.int64(2))
+    assert (found.request_id, len(found.prompt), found.params.max_tokens, found.arrival) == (2, 5, 3, 1.5)
+    assert workloads.poisson(np.float32(2), np.int64(4), np.int64(1)) == workloads.poisson(2.0, 4, 1)
+
+
+def test_a_trace_names_the_line_of_the_file_and_is_written_whole(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('\n{"timestamp": 0, "input_length": 3, "output_length": 1}\n\n{}\n')
+    with pytest.raises(ValueError, match="line 4 is no request"):
+        workloads.load_trace(path)
+    assert len(workloads.load_trace(path, limit=3)) == 1
+    [nothing] = workloads.arriving([Request(3, 1)], [0.0])
+    nothing.params = SamplingParams(max_tokens=0)
+    with pytest.raises(ValueError, match="request 0 has max_tokens 0"):
+        workloads.save_trace([nothing], tmp_path / "none.jsonl")
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 @pytest.mark.parametrize("make", [workloads.poisson, workloads.bursty])
 def test_arrivals_rise_at_their_rate(make):
     times = make(4.0, 4000, 1)
@@ -281,6 +309,25 @@ def test_a_trace_names_the_line_that_is_none(tmp_path, line):
         (lambda: workloads.bursty(math.nan, 3), "rate is nan"),
         (lambda: workloads.bursty(1.0, 3, burst=0.5), "burst is 0.5"),
         (lambda: workloads.decodes_and_prompts(gap=0), "gap is 0"),
+        (lambda: workloads.decodes_and_prompts(gap="x"), "gap is 'x'"),
+        (lambda: workloads.decodes_and_prompts(decodes=-1), "decodes is -1"),
+        (lambda: workloads.decodes_and_prompts(prompts=1.5), "prompts is 1.5"),
+        (lambda: workloads.decodes_and_prompts(seed=None), "seed is None"),
+        (lambda: workloads.poisson(1.0, 3, []), r"seed is \[\]"),
+        (lambda: workloads.poisson(True, 3), "rate is True"),
+        (lambda: workloads.poisson(5e-324, 3), "does not come in finite time"),
+        (lambda: workloads.bursty(1.0, 3, burst=math.inf), "burst is inf"),
+        (lambda: workloads.arriving(None, []), "requests is None"),
+        (lambda: workloads.arriving([3], [1.0]), r"requests\[0\] is 3; it must be a Request"),
+        (lambda: workloads.arriving([Request(1, 1)], 1.0), "times is 1.0"),
+        (lambda: workloads.arriving([Request(1, 1)], [math.nan]), "arrival is nan"),
+        (lambda: workloads.arriving([Request(1, 1)], [1.0], clients="ab"), "clients is 'ab'; it must be a list"),
+        (lambda: workloads.arriving([Request(1, 1)], [1.0], clients=(3,)), "client is 3"),
+        (lambda: workloads.arriving([Request(1, 1)], [1.0], first_id="a"), "first_id is 'a'"),
+        (lambda: workloads.together([Request(1, 1)]), "streams holds Request"),
+        (lambda: workloads.together(3), "streams is 3"),
+        (lambda: workloads.save_trace(None, "x"), "requests is None"),
+        (lambda: workloads.load_trace("x", limit=-1), "limit is -1"),
     ],
 )
 def test_arrivals_refuse(call, match):

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab import runtime
 from kvlab.exercises import (
     ExerciseError,
     Tried,
-    _NotYet,
     checker,
     faults_found,
     integer,
@@ -22,6 +20,7 @@ from kvlab.exercises import (
     number,
     parts_of,
     same_function,
+    where_to_launch,
     whole,
 )
 from kvlab.exercises.ch03 import _hint, _only_rows_of_out, _Rows, _watched
@@ -219,24 +218,14 @@ def slots_kernel(kernel: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 06.
     """
-    on = torch.device("cpu") if runtime.INTERPRET else runtime.device()
-    inner = kernel
-    while not isinstance(inner, type) and getattr(inner, "fn", None) is not None:
-        inner = inner.fn
-    is_kernel, launchable, rng = inner is not kernel and callable(inner), runtime.can_launch(on), random.Random()
-    if is_kernel and not launchable:
-        print("06.4: skipped, no kernel can be launched on this machine; a PyTorch function can be checked")
-        raise _NotYet
-    if not is_kernel and (launchable or not callable(kernel)):
-        shown = getattr(kernel, "__wrapped__", kernel)
-        raise ExerciseError(f"the answer is of type {type(shown).__name__}; it must be a kernel under @triton.jit")
+    on, rng = where_to_launch("06.4", kernel), random.Random()
     cases = [([1], [64]), ([1], [5]), ([5], [5]), ([1, 0, 20], [9, 3, 33]), ([64, 1], [64, 1])]
     cases += [_mixed(rng) for _ in range(4)]
     for q_lens, lens in cases:
         P, N, far = rng.choice([4, 16]), rng.choice([8, 16]), rng.random() < 0.5
         table, starts, seq_lens, expected = _tables(rng, q_lens, lens, P, far)
         what = f"q_lens {q_lens}, seq_lens {lens}, P {P}, N {N}" + (", far blocks" if far else "")
-        if launchable:
+        if on is not None:
             got = _launched(kernel, table.to(on), starts.to(on), seq_lens.to(on), P, N, what)
         else:
             got = kernel(table.clone(), starts.clone(), seq_lens.clone(), P)

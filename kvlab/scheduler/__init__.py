@@ -13,7 +13,7 @@ from kvlab.scheduler._metrics import Metrics, Served, table
 from kvlab.scheduler._queues import FairQueue, FirstCome
 from kvlab.scheduler._request import Request
 from kvlab.scheduler._scheduler import POLICIES, Scheduler, Step
-from kvlab.scheduler._simulate import simulate
+from kvlab.scheduler._simulate import Places, simulate
 
 __all__ = [
     "POLICIES",
@@ -22,6 +22,7 @@ __all__ = [
     "FirstCome",
     "FittedCost",
     "Metrics",
+    "Places",
     "Request",
     "RooflineCost",
     "Scheduler",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvlab import costs
-from kvlab.config import ModelConfig, is_number
+from kvlab.batch import as_int, as_ints
+from kvlab.config import ModelConfig
 from kvlab.costs import Hardware
+from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._scheduler import Step
 
 
@@ -22,6 +24,8 @@ class StepShape:
     ``chunks`` parts of prompts with ``chunk_tokens`` new tokens in all, which read ``chunk_kv`` tokens of cache and
     compute ``chunk_pairs`` pairs of a query and a key that it sees.
 
+    Raises: ValueError for a number that is no integer or below 0.
+
     Source: chapter 06.
     """
 
@@ -32,29 +36,53 @@ class StepShape:
     chunk_kv: int = 0
     chunk_pairs: int = 0
 
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int:
+                object.__setattr__(self, name, value := as_int(value, name))
+            if not 0 <= value < 2**63:
+                raise ValueError(f"{name} is {value}; it must be 0 or more, and under 2**63")
+
     @classmethod
     def of(cls, step: Step) -> StepShape:
-        """The shape of a step, to be asked before ``update``. Source: chapter 06."""
-        kv = sum([r.num_tokens for r in step.decodes])
+        """The shape of a step, to be asked before ``update``. Raises: ValueError for what is none.
+
+        Source: chapter 06."""
+        checks.require(step, Step, "step")
+        lens = [r.num_tokens for r in step.decodes]
         if not step.prefills:
-            return cls(len(step.decodes), kv)
-        lens = [(q, r.num_computed_tokens + q) for r, q in step.prefills.items()]
-        return cls.build([r.num_tokens for r in step.decodes], lens)
+            return cls(len(lens), sum(lens))
+        return cls.build(lens, [(q, r.num_computed_tokens + q) for r, q in step.prefills.items()])
 
     @classmethod
     def build(cls, decode_lens: Sequence[int], chunks: Sequence[tuple[int, int]] = ()) -> StepShape:
         """The shape of decodes that then have these lengths, and chunks of (new tokens, length once they are computed).
 
-        Raises: ValueError as ``costs.visible_pairs``.  Source: chapter 06.
+        Raises: ValueError for a length that is no integer or below 1, or a chunk that is no such pair.
+
+        Source: chapter 06.
         """
-        pairs = sum(costs.visible_pairs(q, kv) for q, kv in chunks)
-        tokens, kv = sum(q for q, _ in chunks), sum(kv for _, kv in chunks)
-        return cls(len(decode_lens), sum(decode_lens), len(chunks), tokens, kv, pairs)
+        lens, parts = as_ints(decode_lens, "decode_lens"), [_chunk(c) for c in checks.entries(chunks, "chunks")]
+        if lens and min(lens) < 1:
+            raise ValueError(f"decode_lens holds {min(lens)}; a text that decodes has one token or more")
+        pairs = sum(costs.visible_pairs(q, kv) for q, kv in parts)
+        return cls(len(lens), sum(lens), len(parts), sum(q for q, _ in parts), sum(kv for _, kv in parts), pairs)
 
     @property
     def num_tokens(self) -> int:
         """New tokens in all. Source: chapter 06."""
         return self.decodes + self.chunk_tokens
+
+
+_COUNTS = tuple(part.name for part in fields(StepShape))
+
+
+def _chunk(chunk: Sequence[int]) -> tuple[int, int]:
+    found = as_ints(chunk, "chunks: a chunk")
+    if len(found) != 2 or not 1 <= found[0] <= found[1]:
+        raise ValueError(f"chunks hold {chunk!r}; each must be (new tokens, length), 1 or more and at most the length")
+    return found[0], found[1]
 
 
 class CostModel(Protocol):
@@ -73,17 +101,18 @@ class RooflineCost:
 
     Shapes and units: ``overhead``, in seconds, is added to each step.
 
-    Raises: ValueError for a mixture of experts, whose weights are not read in proportion, or a negative overhead.
+    Raises: ValueError for a mixture of experts, whose weights are not read in proportion, a negative overhead, or an
+    argument of a wrong type; and, of each method, for what is no StepShape.
 
     Source: chapter 06; Williams et al. 2009.
     """
 
     def __init__(self, config: ModelConfig, hardware: Hardware, dtype: str = "bf16", overhead: float = 0.0) -> None:
+        checks.require(config, ModelConfig, "config")
+        checks.require(hardware, Hardware, "hardware")
         if config.moe is not None:
             raise ValueError(f"config is {config.name}, which has experts; its work is not proportional to its tokens")
-        if not is_number(overhead) or overhead < 0:
-            raise ValueError(f"overhead is {overhead!r}; it must be a finite number of seconds, 0 or more")
-        self.hardware, self.overhead = hardware, overhead
+        self.hardware, self.overhead = hardware, checks.seconds(overhead, "overhead", least=0)
         self.label = f"roofline of {config.name} on {hardware.name}"
         one, two = costs.forward(config, [1], [1], dtype), costs.forward(config, [1, 1], [1, 1], dtype)
         pair = costs.forward(config, [2], [2], dtype)
@@ -94,6 +123,7 @@ class RooflineCost:
 
     def _parts(self, shape: StepShape) -> tuple[tuple[float, float], tuple[float, float]]:
         """(bytes, operations) of the products with weights and what belongs to them, and of attention."""
+        checks.require(shape, StepShape, "shape")
         tokens, kv = shape.num_tokens, shape.decode_kv + shape.chunk_kv
         flops = tokens * self._token_flops + (shape.decodes + shape.chunks) * self._head_flops
         pairs = shape.decode_kv + shape.chunk_pairs
@@ -133,6 +163,7 @@ _TERMS = (
 
 def _terms(shape: StepShape) -> tuple[float, ...]:
     """What each coefficient of a fitted model is multiplied with."""
+    checks.require(shape, StepShape, "shape")
     tokens, keys = shape.num_tokens, shape.decode_kv
     over = [max(0, tokens - knot) for knot in _TOKENS]
     more = [max(0, keys - knot) for knot in _KEYS]
@@ -149,6 +180,8 @@ class FittedCost:
     Shapes and units: ``coefficients`` in seconds a unit of each of ``TERMS``, in that order; ``residuals`` are
     (predicted - measured) / measured, of each step fitted.
 
+    Raises: ValueError for another number of coefficients, or a number of a wrong type or out of range.
+
     Source: chapter 06.
     """
 
@@ -156,6 +189,16 @@ class FittedCost:
     coefficients: tuple[float, ...]
     residuals: tuple[float, ...] = field(default=(), repr=False)
     label: str = "fitted"
+
+    def __post_init__(self) -> None:
+        coefficients = checks.entries(self.coefficients, "coefficients")
+        if len(coefficients) != len(self.TERMS):
+            raise ValueError(f"coefficients has {len(coefficients)} entries; they must be {len(self.TERMS)}")
+        for name, values, least in (
+            ("coefficients", coefficients, 0.0), ("residuals", checks.entries(self.residuals, "residuals"), -1.0),
+        ):  # fmt: skip
+            found = tuple(checks.number(value, f"{name}[{i}]", least) for i, value in enumerate(values))
+            object.__setattr__(self, name, found)
 
     def seconds(self, shape: StepShape) -> float:
         """Seconds of one step. Source: chapter 06."""
@@ -177,22 +220,24 @@ def fit(shapes: Iterable[StepShape], seconds: Iterable[float], label: str = "fit
 
     Shapes and units: one time in seconds for each shape.
 
-    Raises: ValueError where the numbers of them differ, there are none, or a time is not finite and positive.
+    Raises: ValueError where the numbers of them differ, there are none, one is no shape, or a time is not finite and
+    positive.
 
     Source: chapter 06; Lawson and Hanson 1974 (non-negative least squares).
     """
-    steps, times = list(shapes), np.array(list(seconds), dtype=np.float64)
+    steps, found = checks.entries(shapes, "shapes"), checks.entries(seconds, "seconds")
+    times = np.array([checks.seconds(t, f"seconds[{i}]") for i, t in enumerate(found)], dtype=np.float64)
     if len(steps) != len(times) or not steps:
         raise ValueError(
             f"shapes has {len(steps)} entries and seconds {len(times)}; both must have one a step, 1 or more"
         )
-    if not (np.isfinite(times).all() and (times > 0).all()):
-        raise ValueError(f"seconds holds {times[~(np.isfinite(times) & (times > 0))][0]}; a step takes a positive time")
+    if (times <= 0).any():
+        raise ValueError(f"seconds holds {times.min()}; a step takes a positive time")
     terms = np.array([_terms(shape) for shape in steps], dtype=np.float64)
     scale = np.maximum(terms.max(axis=0), 1e-300)  # coefficients differ by ten orders of magnitude
-    found = _non_negative(terms / scale / times[:, None], np.ones(len(times))) / scale
-    residuals = terms @ found / times - 1
-    return FittedCost(tuple(found.tolist()), tuple(residuals.tolist()), label)
+    coefficients = _non_negative(terms / scale / times[:, None], np.ones(len(times))) / scale
+    residuals = terms @ coefficients / times - 1
+    return FittedCost(tuple(coefficients.tolist()), tuple(residuals.tolist()), label)
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -224,13 +269,14 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def fit_records(records: Iterable[Mapping[str, Any]], label: str = "fitted to recorded steps") -> FittedCost:
     """Fit a model to records of ``python -m kvlab.bench scheduler --only steps``, as ``figures.records`` gives them.
 
-    Raises: ValueError as ``fit``, or for a record that lacks a part of the shape.  Source: chapter 06.
+    Raises: ValueError as ``fit``, or for a record that has no time or lacks a part of the shape.  Source: chapter 06.
     """
-    names = StepShape.__dataclass_fields__
-    rows = list(records)
-    for row in rows:
-        if missing := [name for name in names if name not in row["shape"]]:
-            raise ValueError(f"records hold a shape without {', '.join(missing)}; a step's has {', '.join(names)}")
-    return fit(
-        [StepShape(**{n: int(r["shape"][n]) for n in names}) for r in rows], [r["ms"] / 1e3 for r in rows], label
-    )
+    shapes, times = [], []
+    for row in checks.entries(records, "records"):
+        if not isinstance(row, Mapping) or not isinstance(row.get("shape"), Mapping):
+            raise ValueError(f"records hold {row!r:.80}; each must have a shape, and its ms")
+        if missing := [name for name in _COUNTS if name not in row["shape"]]:
+            raise ValueError(f"records hold a shape without {', '.join(missing)}; a step's has {', '.join(_COUNTS)}")
+        shapes.append(StepShape(**{name: row["shape"][name] for name in _COUNTS}))
+        times.append(checks.number(row.get("ms"), "records: ms") / 1e3)
+    return fit(shapes, times, label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.config import is_number
+from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._request import Request
 from kvlab.scheduler._scheduler import Scheduler, Step
 
@@ -47,6 +48,7 @@ class Served:
     @classmethod
     def of(cls, request: Request) -> Served:
         """The figures of a finished request. Raises: ValueError for one that is not.  Source: chapter 06."""
+        checks.require(request, Request, "request")
         if request.finished is None or request.finish_reason is None:
             raise ValueError(f"request {request.request_id} is {request.state}; only a finished one has its figures")
         times = np.array(request.token_times)
@@ -67,10 +69,14 @@ class Metrics:
     Shapes and units: times in seconds; ``simulated`` says that a cost model gave them, and is said wherever they are
     shown.
 
+    Raises: ValueError for a ``simulated`` that is neither True nor False.
+
     Source: chapter 06; vLLM's metrics have the same names.
     """
 
     def __init__(self, *, simulated: bool = False) -> None:
+        if not isinstance(simulated, bool):
+            raise ValueError(f"simulated is {simulated!r:.80}; it must be True or False")
         self.simulated = simulated
         self.served: list[Served] = []
         self._rows: list[tuple[float, ...]] = []
@@ -78,7 +84,13 @@ class Metrics:
     def observe(self, scheduler: Scheduler, step: Step, start: float, end: float) -> None:
         """Note a step that ran from ``start`` to ``end`` (seconds), after the scheduler's ``update``.
 
+        Raises: ValueError for what is no scheduler or no step, or times that are none or not in order.
+
         Source: chapter 06."""
+        checks.require(scheduler, Scheduler, "scheduler")
+        checks.require(step, Step, "step")
+        start = checks.seconds(start, "start")
+        end = checks.seconds(end, "end", least=start)
         pool = scheduler.manager.pool
         self._rows.append(
             (start, end, len(step.decodes), len(step.prefills), sum(step.prefills.values()), scheduler.num_running,
@@ -117,9 +129,7 @@ class Metrics:
         """The q-th percentile (0 to 100) of a quantity, in seconds; NaN where there are no values.
 
         Raises: ValueError as ``values``, or for a q out of range.  Source: chapter 06."""
-        if not is_number(q) or not 0 <= q <= 100:
-            raise ValueError(f"q is {q!r}; it must be a number from 0 to 100")
-        found = self.values(name)
+        q, found = checks.number(q, "q", 0, 100), self.values(name)
         return float(np.percentile(found, q)) if len(found) else float("nan")
 
     @property
@@ -146,7 +156,7 @@ class Metrics:
         Raises: ValueError for a limit that is no positive number.  Source: chapter 06; Zhong et al. 2024 (DistServe).
         """
         for name, limit in (("ttft", ttft), ("tpot", tpot), ("itl", itl)):
-            if limit is not None and (not is_number(limit) or limit <= 0):
+            if limit is not None and checks.seconds(limit, name, least=0) == 0:
                 raise ValueError(f"{name} is {limit!r}; it must be a positive number of seconds, or None")
 
         def good(s: Served) -> bool:
@@ -187,8 +197,12 @@ class Metrics:
     def prometheus(self, prefix: str = "kvlab") -> str:
         """The figures in Prometheus' text format, so that a server of metrics can scrape them.
 
+        Raises: ValueError for a prefix that cannot begin a metric's name.
+
         Source: chapter 06; the exposition format 0.0.4.
         """
+        if not isinstance(prefix, str) or not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+            raise ValueError(f"prefix is {prefix!r:.80}; it must be letters, digits and underscores, no digit first")
         lines: list[str] = []
 
         def metric(name: str, kind: str, about: str, samples: Sequence[tuple[str, float]]) -> None:
@@ -255,9 +269,15 @@ class Metrics:
 def table(runs: Mapping[str, Metrics]) -> str:
     """The summaries of several runs side by side, as a Markdown table; simulated ones are labelled.
 
-    Source: chapter 06.
+    Raises: ValueError for what is no mapping from names to Metrics.  Source: chapter 06.
     """
-    names = [name + (" (simulated)" if run.simulated else "") for name, run in runs.items()]
+    if not isinstance(runs, Mapping):
+        raise ValueError(f"runs is {runs!r:.80}; it must map names to Metrics")
+    for name, run in runs.items():
+        checks.require(run, Metrics, f"runs[{name!r}]")
+    names = [
+        f"{name}{' (simulated)' if run.simulated else ''}".strip().replace("|", "\\|") for name, run in runs.items()
+    ]
     summaries = [run.summary() for run in runs.values()]
     lines = [f"| | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
     for key in summaries[0] if summaries else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
+from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._request import WAITING, Request
 
 
@@ -23,11 +24,15 @@ class FirstCome:
         self._back: list[tuple[int, Request]] = []  # a heap by arrival
 
     def push(self, request: Request) -> None:
-        """A new request, behind all others. Source: chapter 06."""
+        """A new request, behind all others. Raises: ValueError for what is no Request.  Source: chapter 06."""
+        checks.require(request, Request, "request")
         self._new.append(request)
 
     def put_back(self, request: Request) -> None:
-        """A preempted request, before all that never ran. Source: chapter 06."""
+        """A preempted request, before all that never ran. Raises: ValueError for what is no Request.
+
+        Source: chapter 06."""
+        checks.require(request, Request, "request")
         heapq.heappush(self._back, (request.order, request))
 
     def peek(self) -> Request | None:
@@ -68,7 +73,10 @@ class FairQueue:
         self._ages, self._back = FirstCome(), FirstCome()
 
     def push(self, request: Request) -> None:
-        """A new request, behind its client's others. Source: Sheng et al. 2024."""
+        """A new request, behind its client's others. Raises: ValueError for what is no Request.
+
+        Source: Sheng et al. 2024."""
+        checks.require(request, Request, "request")
         client = request.client
         self._ages.push(request)
         if client not in self._waiting:
@@ -79,7 +87,9 @@ class FairQueue:
         self._waiting[client].append(request)
 
     def put_back(self, request: Request) -> None:
-        """A preempted request, before all that never ran. Source: chapter 06."""
+        """A preempted request, before all that never ran. Raises: ValueError for what is no Request.
+
+        Source: chapter 06."""
         self._ages.put_back(request)
         self._back.put_back(request)
 
@@ -95,8 +105,13 @@ class FairQueue:
         return self._ages.peek()
 
     def charge(self, client: str, tokens: float) -> None:
-        """Enter work done for a client (tokens) in its account. Source: Sheng et al. 2024."""
-        self.accounts[client] = self.accounts.get(client, 0.0) + tokens
+        """Enter work done for a client (tokens, 0 or more) in its account.
+
+        Raises: ValueError for a client that is no name, or tokens that are no such number.  Source: Sheng et al. 2024.
+        """
+        if not isinstance(client, str):
+            raise ValueError(f"client is {client!r:.80}; it must be a name")
+        self.accounts[client] = self.accounts.get(client, 0.0) + checks.number(tokens, "tokens", 0)
 
     def _enter(self, client: str) -> None:
         self._ties += 1

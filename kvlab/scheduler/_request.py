@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvlab.batch import as_int, as_ints
-from kvlab.config import is_number
+from kvlab.batch import as_int
 from kvlab.sampling import SamplingParams
+from kvlab.scheduler import _checks as checks
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 _arrivals = itertools.count()
@@ -30,7 +30,8 @@ class Request:
         token_times           when each new token was there; ``admitted`` and ``finished`` are times too
         finish_reason         "stop", "length", "cancelled" or "rejected" (``error`` then says why)
 
-    Raises: ValueError naming the argument of a wrong type, an empty prompt or an arrival that is no time.
+    Raises: ValueError naming the argument of a wrong type, a prompt that is empty, too long or holds what is no token
+    id, or an arrival that is no time.
 
     Source: chapter 06; vLLM's v1 scheduler has the same two counters.
     """
@@ -58,14 +59,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.request_id = as_int(self.request_id, "request_id")
-        if not isinstance(self.prompt, range):
-            self.prompt = as_ints(self.prompt, "prompt")
-        if len(self.prompt) == 0:
-            raise ValueError("prompt is empty; it must hold one token or more")
+        self.prompt = _prompt(self.prompt)
         if not isinstance(self.params, SamplingParams):
             raise ValueError(f"params is {self.params!r}; it must be one SamplingParams")
-        if not is_number(self.arrival) or self.arrival < 0:
-            raise ValueError(f"arrival is {self.arrival!r}; it must be a finite number of seconds, 0 or more")
+        self.arrival = checks.seconds(self.arrival, "arrival", least=0)
         if not isinstance(self.client, str):
             raise ValueError(f"client is {self.client!r}; it must be a name")
         self.num_tokens = len(self.prompt)
@@ -87,8 +84,54 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """The ids of tokens start .. stop of prompt and answer. Source: chapter 06."""
-        size = len(self.prompt)
+        """The ids of tokens start .. stop of prompt and answer.
+
+        Raises: ValueError for a range that is not within them, or new tokens of which only the number is known.
+
+        Source: chapter 06.
+        """
+        size, made = len(self.prompt), len(self.tokens)
+        if not 0 <= as_int(start, "start") <= as_int(stop, "stop") <= size + made:
+            raise ValueError(
+                f"start is {start} and stop {stop}; request {self.request_id} has the ids of {size} tokens of a prompt "
+                f"and of {made} new ones"
+            )
         if start >= size:
             return self.tokens[start - size : stop - size]
         return [*self.prompt[start:stop], *self.tokens[: max(0, stop - size)]]
+
+
+def _prompt(prompt: Sequence[int]) -> Sequence[int]:
+    """A prompt of valid token ids; a range stays one, for it may be long and only its length may count."""
+    if not isinstance(prompt, range):
+        prompt = checks.token_ids(prompt, "prompt")
+    elif prompt:
+        checks.token_ids((prompt[0], prompt[-1]), "prompt")
+        if (prompt[-1] - prompt[0]) // prompt.step >= 2**31:
+            raise ValueError(f"prompt is {prompt}; it must have fewer than 2**31 tokens")
+    if not prompt:
+        raise ValueError("prompt is empty; it must hold one token or more")
+    return prompt
+
+
+def in_order(requests: Iterable[Request], name: str) -> Iterator[Request]:
+    """The same requests, one by one, as long as they are new and each comes no earlier than the one before it.
+
+    Raises: ValueError naming the argument that holds what is no new Request, or an earlier arrival.
+
+    Source: chapter 06.
+    """
+    latest = 0.0
+    for request in requests:
+        require_new(request, f"{name}: a request")
+        if request.arrival < latest:
+            raise ValueError(f"{name} has an arrival at {request.arrival} after {latest}; they must be in order")
+        latest = request.arrival
+        yield request
+
+
+def require_new(request: object, name: str = "request") -> None:
+    """Refuse what is no new Request. Raises: ValueError that begins with ``name``.  Source: chapter 06."""
+    if not isinstance(request, Request) or request.state != "new":
+        shown = request.state if isinstance(request, Request) else f"{request!r:.80}"
+        raise ValueError(f"{name} is {shown}; it must be a new Request")

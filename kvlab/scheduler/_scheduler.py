@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from kvlab.batch import Batch, as_int
-from kvlab.config import is_number
 from kvlab.paged import BlockManager, OutOfBlocks
+from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._queues import FairQueue, FirstCome
-from kvlab.scheduler._request import FINISHED, RUNNING, WAITING, Request
+from kvlab.scheduler._request import FINISHED, RUNNING, WAITING, Request, require_new
 
 POLICIES = ("static", "continuous", "chunked", "fair")
 
@@ -144,15 +144,10 @@ class Scheduler:
         self.max_length = self.capacity + 1
         if max_model_len is not None:
             self.max_length = min(self.max_length, _count("max_model_len", max_model_len))
-        for name, value, least, most in (
-            ("watermark", watermark, 0, 0.99), ("max_wait", max_wait, 0, math.inf), ("aged_share", aged_share, 0, 1),
-            ("decode_weight", decode_weight, 0, math.inf),
-        ):  # fmt: skip
-            if not is_number(value) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}; it must be a finite number from {least} to {most}")
-        self.reserve = math.ceil(watermark * manager.pool.num_blocks)  # blocks
-        self.max_wait, self.decode_weight = max_wait, decode_weight
-        self.share = max(1, int(aged_share * self.max_num_batched_tokens))  # tokens
+        self.reserve = math.ceil(checks.number(watermark, "watermark", 0, 0.99) * manager.pool.num_blocks)  # blocks
+        self.max_wait = checks.seconds(max_wait, "max_wait", least=0)
+        self.share = max(1, int(checks.number(aged_share, "aged_share", 0, 1) * self.max_num_batched_tokens))  # tokens
+        self.decode_weight = checks.number(decode_weight, "decode_weight", 0)
         self.queue: FairQueue | FirstCome = FairQueue() if policy == "fair" else FirstCome()
         self.requests: dict[int, Request] = {}  # whatever is not finished
         self.prefilling: list[Request] = []  # running, and more than one token behind or not yet begun
@@ -180,20 +175,21 @@ class Scheduler:
 
         Shapes and units: ``now`` in seconds, by default the request's arrival.
 
-        Raises: ValueError for what is no new Request, or an id that is in use.  Source: chapter 06.
+        Raises: ValueError for what is no new Request, an id that is in use, or a ``now`` that is no time.
+
+        Source: chapter 06.
         """
-        _require_new(request)
+        require_new(request)
+        now = request.arrival if now is None else checks.seconds(now, "now")
         if request.request_id in self.requests or request.request_id in self.manager:
             raise ValueError(f"request_id {request.request_id} is in use; choose another")
         request.order, self._order = self._order, self._order + 1
         length = request.num_tokens
         request.limit = min(length + request.params.max_tokens, self.max_length)
-        now = request.arrival if now is None else now
         if length >= self.max_length:
-            self.reject(
-                request, f"the prompt has {length} tokens; with one new one a text may have {self.max_length} "
-                f"({self.manager.pool.num_blocks} blocks of {self.manager.block_size})", now,
-            )  # fmt: skip
+            blocks = f"{self.manager.pool.num_blocks} blocks of {self.manager.block_size}"
+            why = f"{self.max_length} ({blocks if self.max_length > self.capacity else 'max_model_len'})"
+            self.reject(request, f"the prompt has {length} tokens; with one new one a text may have {why}", now)
         elif request.params.max_tokens == 0:
             self._finish(request, "length", now)
         else:
@@ -205,8 +201,14 @@ class Scheduler:
     def reject(self, request: Request, reason: str, now: float = 0.0) -> None:
         """End a new request without taking it in; ``reason`` is kept in its ``error``. ``now`` in seconds.
 
-        Raises: ValueError for what is no new Request.  Source: chapter 06."""
-        _require_new(request)
+        Raises: ValueError for what is no new Request, a reason that is no text, or a ``now`` that is no time.
+
+        Source: chapter 06.
+        """
+        require_new(request)
+        now = checks.seconds(now, "now")
+        if not isinstance(reason, str):
+            raise ValueError(f"reason is {reason!r:.80}; it must be a text")
         request.error = reason
         self._finish(request, "rejected", now)
 
@@ -215,9 +217,9 @@ class Scheduler:
 
         Gives False, and does nothing, where no such request is waiting or running. ``now`` in seconds.
 
-        Source: chapter 06.
+        Raises: ValueError for an id that is no integer, or a ``now`` that is no time.  Source: chapter 06.
         """
-        request = self.requests.get(request_id)
+        request, now = self.requests.get(as_int(request_id, "request_id")), checks.seconds(now, "now")
         if request is None or request.cancelled:
             return False
         if request.state == RUNNING and self._in_flight is not None:
@@ -228,9 +230,12 @@ class Scheduler:
             self._finish(request, "cancelled", now)
         return True
 
-    def take_finished(self) -> list[Request]:
-        """The requests that have ended, for whatever reason, since this was last asked. Source: chapter 06."""
-        done, self._done = self._done, []
+    def take_finished(self, count: int | None = None) -> list[Request]:
+        """The requests that have ended, for whatever reason, and were not taken yet: all, or the first ``count``.
+
+        Raises: ValueError for a count that is no integer, 0 or more.  Source: chapter 06."""
+        count = len(self._done) if count is None else _count("count", count, least=0)
+        done, self._done = self._done[:count], self._done[count:]
         return done
 
     # --- a step ---
@@ -240,8 +245,11 @@ class Scheduler:
 
         Shapes and units: ``now`` in seconds on the clock of the arrivals.
 
-        Raises: ValueError while the last step has not been updated or undone.  Source: chapter 06.
+        Raises: ValueError while the last step has not been updated or undone, or for a ``now`` that is no time.
+
+        Source: chapter 06.
         """
+        now = checks.seconds(now, "now")
         if self._in_flight is not None:
             raise ValueError("the last step is still in flight; call update(step, tokens) or undo(step) first")
         step = Step(self.max_num_batched_tokens)
@@ -263,17 +271,17 @@ class Scheduler:
         """Enter what a step has computed: everyone in it moves on, and whoever has caught up gets its new token.
 
         Shapes and units: ``tokens`` holds a token id for each of ``step.sampled``, in that order; None where only
-        lengths count. ``now``, in seconds, is when they were there.
+        lengths count, and then for all tokens of a request. ``now``, in seconds, is when they were there.
 
-        Raises: ValueError for a step that is not in flight, or another number of tokens.  Source: chapter 06.
+        Raises: ValueError for a step that is not in flight, another number of tokens, what is no token id, or a ``now``
+        that is no time.
+
+        Source: chapter 06.
         """
         self._require_in_flight(step)
-        sampled = step.sampled
-        if tokens is not None:
-            if len(tokens) != len(sampled):
-                raise ValueError(f"tokens has {len(tokens)} entries; this step gives one to {len(sampled)} requests")
-            for request, token in zip(sampled, tokens, strict=True):
-                request.tokens.append(token)
+        now, sampled = checks.seconds(now, "now"), step.sampled
+        for request, token in zip(sampled, _new_tokens(tokens, sampled), strict=False):
+            request.tokens.append(token)
         self._in_flight = None
         self._charge(step)
         ended = []
@@ -300,9 +308,10 @@ class Scheduler:
     def undo(self, step: Step, now: float = 0.0) -> None:
         """Give up a step that failed: everybody in it is put back, as if preempted, and may be scheduled again.
 
-        Raises: ValueError for a step that is not in flight.  Source: chapter 06.
+        Raises: ValueError for a step that is not in flight, or a ``now`` that is no time.  Source: chapter 06.
         """
         self._require_in_flight(step)
+        now = checks.seconds(now, "now")
         self._in_flight = None
         for request in step.requests:
             self._put_back(request)
@@ -500,10 +509,21 @@ class Scheduler:
             assert request.num_computed_tokens == 0, f"request {request.request_id} waits and has tokens computed"
 
 
-def _require_new(request: object) -> None:
-    if not isinstance(request, Request) or request.state != "new":
-        shown = request.state if isinstance(request, Request) else repr(request)
-        raise ValueError(f"request is {shown}; it must be a new Request")
+def _new_tokens(tokens: Sequence[int] | None, sampled: Sequence[Request]) -> list[int]:
+    """The ids of a step's new tokens; none where only lengths count."""
+    found = None if tokens is None else checks.token_ids(tokens, "tokens")
+    if found is not None and len(found) != len(sampled):
+        raise ValueError(f"tokens has {len(found)} entries; this step gives one to {len(sampled)} requests")
+    if found is None:
+        other = [r for r in sampled if r.tokens]
+    else:
+        other = [r for r in sampled if len(r.tokens) != r.num_tokens - len(r.prompt)]
+    if other:
+        raise ValueError(
+            f"tokens is {tokens!r:.80}; request {other[0].request_id} has ids for {len(other[0].tokens)} of its "
+            f"{other[0].num_new_tokens} new tokens: it must be given all of them, or none"
+        )
+    return found or []
 
 
 def _order(request: Request) -> int:
@@ -516,8 +536,8 @@ def _finish_reason(request: Request) -> str | None:
     return "length" if request.num_tokens >= request.limit else None
 
 
-def _count(name: str, value: object) -> int:
+def _count(name: str, value: object, least: int = 1) -> int:
     count = as_int(value, name)
-    if count < 1:
-        raise ValueError(f"{name} is {count}; it must be 1 or more")
+    if count < least:
+        raise ValueError(f"{name} is {count}; it must be {least} or more")
     return count
