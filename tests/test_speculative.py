@@ -465,7 +465,8 @@ class TestTree:
         ("call", "name"),
         [
             (lambda: Tree.chain(None), "length"), (lambda: Tree.chain(-1), "length"),
-            (lambda: Tree.chain(63), "length"), (lambda: Tree.chain(10**12), "length"), (lambda: Tree.branching([10**12]), "widths"),
+            (lambda: Tree.chain(63), "length"), (lambda: Tree.chain(10**12), "length"),
+            (lambda: Tree.branching([10**12]), "widths"),
             (lambda: Tree.branching([2] * 100), "widths"), (lambda: Tree.from_ranks(None), "paths"),
             (lambda: Tree.from_ranks([5]), "paths"), (lambda: Tree.from_ranks([[0] * 10**5]), "paths"),
             (lambda: Tree.chain(3).cut(1.5), "length"), (lambda: Tree.chain(3).path(3), "node"),
