@@ -232,6 +232,17 @@ def dot(a, b, acc):
         return tl.dot(a, b, acc, input_precision="ieee")
 
 
+def require_tensor(name: str, value: object) -> None:
+    """Refuse what is no dense tensor.
+
+    Raises: ValueError that names the argument.  Source: chapter 05.
+    """
+    if not isinstance(value, Tensor):
+        _refuse(name, f"a {type(value).__name__}", "a tensor")
+    if value.layout != torch.strided:
+        _refuse(name, f"of layout {value.layout}", "a dense tensor")
+
+
 def require_no_grad(*tensors: Tensor | None) -> None:
     """Refuse tensors that require grad: kvlab's kernels have no backward pass.
 
@@ -393,8 +404,7 @@ def check_attention(
               "seqused_k": seqused_k}  # fmt: skip
     tensors = always | {n: x for n, x in (("sinks", sinks), ("tree_mask", tree_mask), ("out", out)) if x is not None}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            _refuse(name, f"a {type(tensor).__name__}", "a tensor")
+        require_tensor(name, tensor)
         if tensor.device != q.device:
             _refuse(name, f"on {tensor.device}", f"on {q.device}, as q")
     if q.ndim != 3:

@@ -809,21 +809,24 @@ class MarkovPair:
         texts = torch.full((count, length + 1), -1)  # the last column takes what is over
         done = torch.zeros(count, dtype=torch.int64)
         last = torch.full((count,), start)
-        rows = torch.arange(count)
-        table = torch.tensor(parents, dtype=torch.int32).expand(count, -1)
-        while int(done.min()) < length:
-            tokens, given = self._draft(last, parents, certain)
-            target = self.target[torch.cat([last[:, None], tokens.clamp(min=0)], dim=1)]
+        table = torch.tensor(parents, dtype=torch.int32)
+        while len(going := (done < length).nonzero()[:, 0]):
+            tokens, given = self._draft(last[going], parents, certain)
+            target = self.target[torch.cat([last[going, None], tokens.clamp(min=0)], dim=1)]
             uniforms = [
-                torch.rand(count, n, generator=self.rng, dtype=torch.float64) for n in (len(parents), len(parents) + 1)
+                torch.rand(len(going), n, generator=self.rng, dtype=torch.float64)
+                for n in (len(parents), len(parents) + 1)
             ]
-            made = sampler(tokens, None if certain else given, target, *uniforms, parents=table).tokens
+            made = sampler(
+                tokens, None if certain else given, target, *uniforms, parents=table.expand(len(going), -1)
+            ).tokens
             emitted = (made >= 0).sum(dim=1)
             assert int(emitted.min()) > 0, "a sequence got no token; every step must give one or more"
             assert int(made.max()) < self.vocab, f"token {int(made.max())} came out; the vocabulary has {self.vocab}"
-            at = (done[:, None] + torch.arange(made.shape[1])).clamp(max=length)
-            texts.scatter_(1, at.masked_fill(made < 0, length), made)
-            done, last = done + emitted, made[rows, emitted - 1]
+            at = (done[going, None] + torch.arange(made.shape[1])).clamp(max=length)
+            texts[going[:, None], at.masked_fill(made < 0, length)] = made
+            done[going] += emitted
+            last[going] = made.gather(1, emitted[:, None] - 1)[:, 0]
         place = torch.zeros(count, dtype=torch.int64)
         for j in range(length):
             place = place * self.vocab + texts[:, j]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,7 +38,13 @@ TINY = ModelConfig(
     name="tiny", num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48,
     vocab_size=40, max_seq_len=96, tie_embeddings=False,
 )  # fmt: skip
-SHAPES = {"chain": Tree.chain(3), "tree": Tree.branching((2, 2)), "uneven": Tree((-1, -1, 0, 0, 1, 2))}
+SHAPES = {
+    "short": Tree.chain(1),
+    "chain": Tree.chain(3),
+    "tree": Tree.branching((2, 2)),
+    "uneven": Tree((-1, -1, 0, 0, 1, 2)),
+}
+LENGTHS = {"short": 2, "chain": 2, "tree": 3, "uneven": 2}  # a text of "short" and of "tree" may end in a bonus token
 FILTERS = {
     "plain": SamplingParams(temperature=1.0), "cold": SamplingParams(temperature=0.6),
     "top_k": SamplingParams(temperature=1.2, top_k=3), "top_p": SamplingParams(temperature=1.0, top_p=0.8),
@@ -151,9 +158,9 @@ class TestRejectionSampling:
     @pytest.mark.parametrize("params", FILTERS)
     def test_writes_as_the_target_alone_would(self, shape, params):
         pair = testing.MarkovPair(4, FILTERS[params])
-        counts = pair.write(rejection_sample, 200_000, 2, SHAPES[shape].parents)
+        counts = pair.write(rejection_sample, 200_000, LENGTHS[shape], SHAPES[shape].parents)
         assert int(counts.sum()) == 200_000
-        assert testing.chi_square(counts, pair.joint(2)) > 1e-3
+        assert testing.chi_square(counts, pair.joint(LENGTHS[shape])) > 1e-3
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_drafts_that_are_certain_change_nothing_either(self, shape):
@@ -161,7 +168,7 @@ class TestRejectionSampling:
         counts = pair.write(rejection_sample, 200_000, 2, SHAPES[shape].parents, certain=True)
         assert testing.chi_square(counts, pair.joint(2)) > 1e-3
 
-    @pytest.mark.parametrize("shape", ["chain", "uneven"])
+    @pytest.mark.parametrize("shape", ["short", "tree"])
     def test_wrong_samplers_of_each_common_kind_are_caught(self, shape):
         params = FILTERS["cold"]
 
@@ -171,7 +178,8 @@ class TestRejectionSampling:
 
         def check(sampler):
             pair = testing.MarkovPair(4, params)
-            assert testing.chi_square(pair.write(sampler, 200_000, 2, SHAPES[shape].parents), pair.joint(2)) > 1e-6
+            counts = pair.write(sampler, 60_000, LENGTHS[shape], SHAPES[shape].parents)
+            assert testing.chi_square(counts, pair.joint(LENGTHS[shape])) > 1e-6
 
         resample = ("left = (p.double() - q.double().nan_to_num(0.0)).clamp(min=0)", "left = p.double()")
         bugs = {
@@ -193,6 +201,9 @@ class TestRejectionSampling:
                 (("accept_uniforms[:, i] * q_x < p_x", "accept_uniforms[:, i] * p_x < q_x"),)
             ),
             "target rows off by one": planted((("target_probs[:, i + 1].double()", "target_probs[:, i].double()"),)),
+            "bonus token after the last draft but one": planted(
+                (("target_probs[:, i + 1].double()", "target_probs[:, min(i + 1, drafts - 1)].double()"),)
+            ),
             "raw instead of processed q": raw_q,
         }
         testing.assert_caught(check, rejection_sample, bugs)
@@ -205,7 +216,7 @@ class TestRejectionSampling:
         before = runtime.launches["rejection_kernel"]
         for seed in range(3):
             case = batch_of(seed, 4, vocab, SHAPES[shape], certain)
-            case["draft_tokens"][0, 1] = -1
+            case["draft_tokens"][0, -1] = -1
             case["draft_tokens"][1, 0] = vocab
             wanted = rejection_sample(**case, impl="torch")
             made = rejection_sample(**case, impl="triton")
@@ -289,6 +300,18 @@ class TestRejectionSampling:
         flat = torch.full((4,), 0.25)
         assert speculative.residual(flat, flat).tolist() == [0.25] * 4
 
+    @pytest.mark.parametrize(
+        ("p", "q", "name"),
+        [
+            (None, torch.ones(2), "p is a NoneType"), (torch.ones(2), [0.5, 0.5], "q is a list"),
+            (torch.ones(2), torch.ones(3), r"q is \[3\]"), (torch.tensor(1.0), torch.tensor(1.0), "p has no dimension"),
+            (torch.ones(2), torch.ones(2, device="meta"), "on meta"),
+        ],
+    )  # fmt: skip
+    def test_a_residual_of_what_does_not_fit_is_refused(self, p, q, name):
+        with pytest.raises(ValueError, match=name):
+            speculative.residual(p, q)
+
     @pytest.mark.parametrize("impl", IMPLS)
     def test_a_draft_row_of_nan_is_rejected(self, impl):
         """S4, second part."""
@@ -342,6 +365,11 @@ class TestRejectionSampling:
             ("sample_uniforms", torch.zeros(4, 3), "sample_uniforms"),
             ("parents", torch.zeros(4, 3, dtype=torch.int64), "parents"), ("impl", "cuda", "impl"),
             ("target_probs", torch.zeros(4, 4, 5, requires_grad=True), "requires grad"),
+            ("draft_tokens", None, "draft_tokens is a NoneType"), ("draft_probs", [0.5], "draft_probs is a list"),
+            ("target_probs", None, "target_probs is a NoneType"), ("parents", [[-1]], "parents is a list"),
+            ("accept_uniforms", None, "accept_uniforms is a NoneType"),
+            ("sample_uniforms", 0.5, "sample_uniforms is a float"),
+            ("target_probs", torch.zeros(4, 4, 5).to_sparse(), "target_probs is of layout"),
         ],
     )  # fmt: skip
     def test_bad_input_is_refused(self, name, value, message):
@@ -385,6 +413,10 @@ class TestGreedySampling:
 
     def test_bad_input_is_refused(self):
         tokens = torch.zeros(2, 3, dtype=torch.int64)
+        with pytest.raises(ValueError, match="target_tokens is a list"):
+            greedy_sample(tokens, [[0]])
+        with pytest.raises(ValueError, match="draft_tokens is a NoneType"):
+            greedy_sample(None, torch.zeros(2, 4, dtype=torch.int64))
         with pytest.raises(ValueError, match="target_tokens has shape"):
             greedy_sample(tokens, torch.zeros(2, dtype=torch.int64))
         with pytest.raises(ValueError, match="draft_tokens is"):
@@ -429,6 +461,27 @@ class TestTree:
         with pytest.raises(ValueError, match=r"widths|parents"):
             Tree.branching(bad)
 
+    @pytest.mark.parametrize(
+        ("call", "name"),
+        [
+            (lambda: Tree.chain(None), "length"), (lambda: Tree.chain(-1), "length"),
+            (lambda: Tree.chain(63), "length"), (lambda: Tree.chain(10**12), "length"),
+            (lambda: Tree.branching([10**12]), "widths"),
+            (lambda: Tree.branching([2] * 100), "widths"), (lambda: Tree.from_ranks(None), "paths"),
+            (lambda: Tree.from_ranks([5]), "paths"), (lambda: Tree.from_ranks([[0] * 10**5]), "paths"),
+            (lambda: Tree.chain(3).cut(1.5), "length"), (lambda: Tree.chain(3).path(3), "node"),
+            (lambda: Tree.chain(3).path(-2), "node"), (lambda: Tree.chain(3).path("0"), "node"),
+        ],
+    )  # fmt: skip
+    def test_no_length_width_path_or_node_is_refused_before_anything_is_built(self, call, name):
+        with pytest.raises(ValueError, match=name):
+            call()
+
+    def test_numbers_of_any_kind_will_do(self):
+        tree = Tree.branching(torch.tensor([2, 2]))
+        assert (tree, Tree.chain(np.int64(2))) == (Tree((-1, -1, 0, 0, 1, 1)), Tree((-1, 0)))
+        assert list(map(type, tree.path(np.int64(4)))) == [int, int]
+
     @given(st.lists(st.integers(0, 61), max_size=62))
     def test_masks_are_ancestors_and_self(self, draws):
         tree = Tree(tuple(d % (i + 1) - 1 for i, d in enumerate(draws)))
@@ -459,6 +512,12 @@ class TestNGramDrafter:
     def test_no_more_than_can_be_used_is_proposed(self):
         made = NGramDrafter(4).propose({7: [1, 2, 3, 1]}, {7: SamplingParams()}, {7: 2})
         assert made == {7: Draft([2, 3], Tree.chain(2))}
+
+    def test_bad_texts_and_numbers_are_refused(self):
+        for args, name in (((None,), "text"), (([2**70, 1, 2**70],), "text"), (([1, 2, 1], -1), "most"),
+                           (([1, 2, 1], 1.5), "most")):  # fmt: skip
+            with pytest.raises(ValueError, match=name):
+                NGramDrafter(3).lookup(*args)
 
     @pytest.mark.parametrize(
         "bad", [{"num_speculative_tokens": 0}, {"max_n": 0}, {"min_n": 4}, {"match": "last"}, {"max_n": 1.5}]
@@ -532,6 +591,15 @@ class TestModelDrafter:
         other = tiny(1, vocab_size=41)
         with pytest.raises(ValueError, match=r"vocabulary of 41 tokens.*must be that of the target tiny, 40"):
             speculative.generate(target, cache(target), ModelDrafter(other, cache(other)), [[1]])
+
+    def test_another_device_is_refused(self, target):
+        there = ModelDrafter(tiny(1).to("meta"), cache(target))
+        with pytest.raises(ValueError, match=r"the draft tiny is on meta; it must be where the target"):
+            speculative.generate(target, cache(target), there, [[1]])
+
+    def test_what_is_no_model_is_refused(self, target):
+        with pytest.raises(ValueError, match="model is a NoneType; it must be a Decoder"):
+            ModelDrafter(None, cache(target))
 
     @pytest.mark.parametrize("bad", [0, 63, 1.5, "4", Tree(())])
     def test_bad_shapes_are_refused(self, target, bad):
@@ -630,6 +698,24 @@ class TestHeads:
             HeadDrafter(target, Heads(16))
         with pytest.raises(ValueError, match="that same model"):
             speculative.generate(tiny(0), cache(target), HeadDrafter(target, Heads(32)), [[1]])
+
+    def test_inputs_that_do_not_fit_are_refused(self, target):
+        heads, x = Heads(32, 3), torch.zeros(2, 32)
+        for args, name in (((3, x, x), "k is 3"), ((-1, x, x), "k is -1"), ((1.5, x, x), "k is 1.5"),
+                           ((0, x[0], x), "states"), ((0, x, x[:1]), "embedded"), ((0, x, None), "embedded"),
+                           ((0, x[:, :16], x), "states"), ((0, x.bfloat16(), x), "states")):  # fmt: skip
+            with pytest.raises(ValueError, match=name):
+                heads(*args)
+        with pytest.raises(ValueError, match="norm_eps"):
+            Heads(32, norm_eps=math.nan)
+        with pytest.raises(ValueError, match="dtype"):
+            heads.save("never written", torch.int32)
+        with pytest.raises(ValueError, match="heads is a NoneType"):
+            HeadDrafter(target, None)
+        with pytest.raises(ValueError, match=r"heads are torch\.bfloat16"):
+            HeadDrafter(target, Heads(32).bfloat16())
+        with pytest.raises(ValueError, match="state has shape"):
+            HeadDrafter(target, heads).accepted(0, 3, x)
 
     def test_each_node_is_what_its_head_says_after_the_nodes_above(self, target, draft):
         drafter = drafters(target, draft)["heads tree"]
@@ -774,10 +860,14 @@ class TestGenerate:
             )
             assert (made.tokens, made.finish_reason) == (plain[:4], "stop")
 
-    @pytest.mark.parametrize(("stop", "decode"), [(["x"], None), ("x", str), ([""], str), ([3], str)])
+    @pytest.mark.parametrize(
+        ("stop", "decode"), [(["x"], None), ("x", str), ([""], str), ([3], str), (None, str), (5, str), (["x"], "x")]
+    )
     def test_stop_strings_that_are_none_are_refused(self, target, stop, decode):
         with pytest.raises(ValueError, match="stop"):
             speculative.generate(target, cache(target), NGramDrafter(), [[1]], stop=stop, decode=decode)
+        with pytest.raises(ValueError, match="decode gives None"):
+            speculative.generate(target, cache(target), NGramDrafter(), [[1]], stop=["x"], decode=lambda ids: None)
 
     def test_unverified_tokens_are_not_in_the_cache(self, target):
         """S13: 6 known, 5 of them stored in pages of 4, 4 drafts of which 1 is accepted."""
@@ -863,6 +953,73 @@ class TestGenerate:
             speculative.step(broken, store, Scripted(), {5: Generation([1], [])}, {5: SamplingParams()})
         assert 5 not in store
 
+    @pytest.mark.parametrize(
+        ("proposal", "message"),
+        [
+            (Draft([1, 40], Tree.chain(2)), "token 40 for sequence 0"), (Draft([-1], Tree.chain(1)), "token -1"),
+            (Draft([1], Tree.chain(1), torch.full((1, 41), 1 / 41)), "probs over 41 tokens"),
+            (Draft([1], Tree.chain(1), torch.full((1, 40), 1 / 40, device="meta")), "on meta"),
+            ([1, 2], "must be a Draft"),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_proposal_that_does_not_fit_is_refused_before_it_is_verified(
+        self, target, proposal, message, temperature
+    ):
+        store, requests = cache(target), {0: Generation([1, 2, 3], []), 1: Generation([4], [])}
+        params = dict.fromkeys(requests, SamplingParams(temperature=temperature, max_tokens=9))
+        speculative.step(target, store, Scripted(), requests, params)
+        before = copy.deepcopy(requests)
+        drafter = Scripted()
+        drafter.drafts = [proposal, Draft([1], Tree.chain(1))]
+        with pytest.raises(ValueError, match=message):
+            speculative.step(target, store, drafter, requests, params)
+        assert requests == before
+        assert (store.length(0), store.length(1)) == (3, 1)
+        store.manager.audit()
+
+    @pytest.mark.parametrize("tree", [Tree.chain(2), Tree.branching((2,))])
+    def test_a_stop_check_that_raises_changes_nothing(self, target, tree):
+        store, requests = cache(target), {0: Generation([1, 2, 3], []), 1: Generation([4], [])}
+        params = dict.fromkeys(requests, SamplingParams(max_tokens=9))
+        speculative.step(target, store, Scripted(), requests, params)
+        before, seen = copy.deepcopy(requests), []
+
+        def stops(tokens):
+            seen.append(tokens)
+            if tokens[0] == before[1].tokens[0] and len(seen) > 1:
+                raise RuntimeError("no text")
+            return False
+
+        with pytest.raises(RuntimeError, match="no text"):
+            speculative.step(
+                target, store, Scripted(Draft([1, 2], tree), Draft([3, 4], tree)), requests, params, stops=stops
+            )
+        assert requests == before
+        assert (store.length(0), store.length(1)) == (3, 1)
+        speculative.step(target, store, Scripted(), requests, params)
+        assert [len(r.tokens) for r in requests.values()] == [2, 2]
+        store.manager.audit()
+
+    def test_a_drafter_that_breaks_leaves_text_and_cache_in_step(self, target):
+        class Broken(Scripted):
+            def accepted(self, seq_id, length, state):
+                raise RuntimeError("forgot")
+
+        store, requests = cache(target), {0: Generation([1, 2, 3], []), 1: Generation([4], [])}
+        params = dict.fromkeys(requests, SamplingParams(max_tokens=9))
+        speculative.step(target, store, Scripted(), requests, params)
+        with pytest.raises(RuntimeError, match="forgot"):
+            speculative.step(target, store, Broken([1, 2], [3, 4]), requests, params)
+        for s, request in requests.items():
+            assert store.length(s) == len(request.prompt) + len(request.tokens) - 1
+        store.manager.audit()
+
+    @pytest.mark.parametrize("bad", [None, NGramDrafter, object()])
+    def test_what_is_no_drafter_is_refused(self, target, bad):
+        with pytest.raises(ValueError, match="drafter is"):
+            speculative.generate(target, cache(target), bad, [[1]])
+
     def test_bad_requests_are_refused_before_anything(self, target):
         store = cache(target)
         with pytest.raises(ValueError, match=r"prompts\[1\]"):
@@ -910,6 +1067,26 @@ class TestGenerate:
     def test_drafts_must_agree_in_number(self):
         with pytest.raises(ValueError, match="2, 3 and 2 entries"):
             Draft([1, 2], Tree.chain(3))
+
+    @pytest.mark.parametrize(
+        ("args", "name"),
+        [
+            ((None, Tree.chain(1)), "tokens"), (([1.5], Tree.chain(1)), "tokens"), (([1], (-1,)), "tree"),
+            (([1], Tree.chain(1), [1.0]), "probs"), (([1], Tree.chain(1), torch.ones(1)), "probs"),
+            (([1], Tree.chain(1), torch.ones(1, 4, dtype=torch.float64)), "probs"),
+        ],
+    )  # fmt: skip
+    def test_what_makes_no_draft_is_refused(self, args, name):
+        with pytest.raises(ValueError, match=name):
+            Draft(*args)
+        assert Draft(torch.tensor([1, 2]), Tree.chain(2)).tokens == [1, 2]
+
+    @pytest.mark.parametrize("counts", [(1, 2, 3), (-1, 0, 1), (1.5, 1, 1), (2, 1, None)])
+    def test_counts_that_cannot_be_are_refused(self, counts):
+        stats = SpecDecodingStats()
+        with pytest.raises(ValueError, match="num_"):
+            stats.observe(*counts)
+        assert stats == SpecDecodingStats()
 
 
 def big(target, draft, name):
@@ -1015,7 +1192,10 @@ class TestCostModel:
             lambda: speculative.speedup(0.5, 4, 0.1, saturation=0),
             lambda: speculative.speedup(0.5, 4, 0.1, saturation=True),
             lambda: speculative.speedup(0.5, 4, 0.1, verify_ratio=0),
-            lambda: speculative.best_gamma(0.5, 0.1, gammas=()),
+            lambda: speculative.best_gamma(0.5, 0.1, gammas=()), lambda: speculative.best_gamma(0.5, 0.1, gammas=5),
+            lambda: speculative.best_gamma(0.5, 0.1, gammas=["x", 1]),
+            lambda: speculative.saturation("llama-3-8b", costs.HARDWARE["h200"]),
+            lambda: speculative.saturation(configs.get("llama-3-8b"), "h200"),
             lambda: speculative.saturation(configs.get("llama-3-8b"), costs.HARDWARE["h200"], -1),
         ],
     )  # fmt: skip

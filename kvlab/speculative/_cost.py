@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvlab import costs
-from kvlab.batch import as_int
+from kvlab.batch import as_int, as_ints
 from kvlab.config import ModelConfig, is_number
 
 
@@ -46,10 +46,13 @@ def saturation(
 
     Shapes and units: a count of tokens over the whole batch, not rounded.
 
-    Raises: ValueError for counts that are none or an unknown dtype.
+    Raises: ValueError for counts that are none, an unknown dtype, or a config or hardware of another type.
 
     Source: chapter 05; Williams et al. 2009 (roofline), Pope et al. 2022.
     """
+    for name, value, kind in (("config", config, ModelConfig), ("hardware", hardware, costs.Hardware)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {value!r}; it must be a {kind.__name__}")
     context, batch = _require_count("context", context, 0), _require_count("batch", batch, 1)
     one = costs.decode(config, context + 1, batch, dtype)
     read = one.bytes_weights + batch * costs.kv_bytes(config, context, 1, dtype)
@@ -111,7 +114,7 @@ def best_gamma(
 
     Source: chapter 05; Leviathan et al. 2023, section 3.5.
     """
-    candidates = sorted(set(gammas))
+    candidates = sorted(set(as_ints(gammas, "gammas")))
     if not candidates:
         raise ValueError("gammas is empty; name at least one candidate")
     return max(candidates, key=lambda g: (speedup(alpha, g, cost_ratio, batch, saturation=saturation), -g))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab import runtime
 from kvlab.batch import Batch, as_int, as_ints
 from kvlab.cache import CacheFull, KVCache
 from kvlab.model import Decoder
@@ -24,7 +25,7 @@ class Draft:
     Shapes and units: ``tokens`` holds a token id a node of ``tree``; ``probs`` [len(tokens), vocab] float32 the
     distributions they were drawn from, given the siblings drawn before, None where each was certain.
 
-    Raises: ValueError where their numbers differ.
+    Raises: ValueError where their numbers differ, or one is of another type.
 
     Source: chapter 05.
     """
@@ -34,6 +35,15 @@ class Draft:
     probs: Tensor | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", as_ints(self.tokens, "tokens"))
+        if not isinstance(self.tree, Tree):
+            raise ValueError(f"tree is {self.tree!r}; it must be a Tree")
+        if self.probs is not None:
+            runtime.require_tensor("probs", self.probs)
+            if self.probs.ndim != 2 or self.probs.dtype != torch.float32:
+                raise ValueError(
+                    f"probs is {self.probs.dtype} {list(self.probs.shape)}; it must be torch.float32 [tokens, vocab]"
+                )
         rows = len(self.tokens) if self.probs is None else len(self.probs)
         if not len(self.tokens) == len(self.tree) == rows:
             raise ValueError(
@@ -42,7 +52,10 @@ class Draft:
             )
 
     def cut(self, length: int) -> Draft:
-        """The first ``length`` draft tokens. Source: chapter 05."""
+        """The first ``length`` draft tokens, all where it is more.
+
+        Raises: ValueError for a length that is no integer.  Source: chapter 05.
+        """
         tree = self.tree.cut(length)
         return Draft(self.tokens[: len(tree)], tree, None if self.probs is None else self.probs[: len(tree)])
 
@@ -100,6 +113,12 @@ def check_shape(shape: int | Tree) -> Tree:
     return tree
 
 
+def require_decoder(name: str, model: object) -> None:
+    """Refuse what is no Decoder. Raises: ValueError that names the argument.  Source: chapter 05."""
+    if not isinstance(model, Decoder):
+        raise ValueError(f"{name} is a {type(model).__name__}; it must be a Decoder")
+
+
 class NGramDrafter:
     """Prompt lookup: what followed the last few tokens when they stood in the text before. No model at all.
 
@@ -129,10 +148,17 @@ class NGramDrafter:
     def lookup(self, text: Sequence[int], most: int | None = None) -> list[int]:
         """The tokens that followed the last occurrence of the text's end; empty where there is none.
 
-        Shapes and units: token ids in, up to ``most`` token ids out.  Source: chapter 05.
+        Shapes and units: token ids in, up to ``most`` token ids out.
+
+        Raises: ValueError for what are no integers of 64 bits, or a negative ``most``.  Source: chapter 05.
         """
-        most = self.num_speculative_tokens if most is None else min(most, self.num_speculative_tokens)
-        ids = np.asarray(as_ints(text, "text"), dtype=np.int64)
+        most = self.num_speculative_tokens if most is None else min(as_int(most, "most"), self.num_speculative_tokens)
+        if most < 0:
+            raise ValueError(f"most is {most}; it must be 0 or more")
+        try:
+            ids = np.asarray(as_ints(text, "text"), dtype=np.int64)
+        except OverflowError:
+            raise ValueError("text holds an integer beyond 64 bits; it must hold token ids") from None
         for n in range(min(self.max_n, len(ids) - 1), self.min_n - 1, -1):
             windows = np.lib.stride_tricks.sliding_window_view(ids[:-1], n)  # each is followed by a token
             found = np.flatnonzero((windows == ids[-n:]).all(axis=1))
@@ -243,25 +269,33 @@ class ModelDrafter:
     Shapes and units: ``shape`` is the length of a chain, or a ``Tree``. ``cache`` must hold each text and the tokens of
     one proposal; where it is full, less or nothing is proposed.
 
-    Raises: ValueError for a shape that is none, or has more nodes than a tree mask has bits.
+    Raises: ValueError for a model that is no Decoder, or a shape that is none or has more nodes than a tree mask has
+    bits.
 
     Source: chapter 05; Leviathan et al. 2023; Chen et al. 2024 (Sequoia) for siblings without replacement.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, shape: int | Tree = 4) -> None:
+        require_decoder("model", model)
         self.model, self.cache, self.tree = model, cache, check_shape(shape)
         self.num_speculative_tokens = max(self.tree.depths)
 
     def check(self, model: Decoder) -> None:
-        """Refuse a target of another vocabulary, whose tokens mean something else.
+        """Refuse a target of another vocabulary, whose tokens mean something else, or on another device.
 
         Raises: ValueError.  Source: chapter 05.
         """
+        require_decoder("model", model)
         ours, theirs = self.model.config, model.config
         if ours.vocab_size != theirs.vocab_size:
             raise ValueError(
                 f"the draft {ours.name} has a vocabulary of {ours.vocab_size} tokens; it must be that of the target "
                 f"{theirs.name}, {theirs.vocab_size}"
+            )
+        if self.model.device != model.device:
+            raise ValueError(
+                f"the draft {ours.name} is on {self.model.device}; it must be where the target {theirs.name} is, on "
+                f"{model.device}"
             )
 
     @torch.inference_mode()

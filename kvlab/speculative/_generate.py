@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvlab.batch import Batch
+from kvlab.batch import Batch, as_int
 from kvlab.cache import CacheFull, KVCache
 from kvlab.generate import Generation, begin, finish_reason, progress_bar
 from kvlab.model import Decoder
@@ -41,7 +41,17 @@ class SpecDecodingStats:
     num_emitted_tokens: int = 0
 
     def observe(self, num_draft_tokens: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one sequence's step: how many tokens were proposed, accepted and emitted. Source: chapter 05."""
+        """Count one sequence's step: how many tokens were proposed, accepted and emitted.
+
+        Raises: ValueError for a number under 0, or more accepted than proposed.  Source: chapter 05.
+        """
+        counts = {"num_draft_tokens": num_draft_tokens, "num_accepted": num_accepted, "num_emitted": num_emitted}
+        num_draft_tokens, num_accepted, num_emitted = (as_int(value, name) for name, value in counts.items())
+        if min(num_draft_tokens, num_accepted, num_emitted) < 0 or num_accepted > num_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens}, num_accepted {num_accepted} and num_emitted {num_emitted}; "
+                "they must be 0 or more, and no more accepted than proposed"
+            )
         self.num_steps += 1
         self.num_emitted_tokens += num_emitted
         if num_draft_tokens:
@@ -97,8 +107,9 @@ def generate(
 
     Source: chapter 05; Leviathan et al. 2023, Chen et al. 2023.
     """
+    _check_drafter(drafter)
     drafter.check(model)
-    if getattr(drafter, "cache", None) is cache:
+    if cache is not None and getattr(drafter, "cache", None) is cache:
         raise ValueError("cache is also the drafter's; the two models need a cache each")
     stops = _check_stop(stop, decode)
     every = one_each(SamplingParams() if params is None else params, len(prompts), "prompts")
@@ -126,15 +137,31 @@ def generate(
             drafter.free(i)
 
 
+def _check_drafter(drafter: Drafter) -> None:
+    wanted = ("check", "propose", "accepted", "free")
+    if isinstance(drafter, type) or not all(callable(getattr(drafter, name, None)) for name in wanted):
+        raise ValueError(f"drafter is {drafter!r}; it must have the methods {', '.join(wanted)}")
+
+
 def _check_stop(stop: Sequence[str], decode: Callable[[list[int]], str] | None) -> Callable[[list[int]], bool] | None:
     """Whether new tokens hold a stop string; None where there is none to look for."""
-    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+    listed = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not listed or not all(isinstance(s, str) and s for s in stop):
         raise ValueError(f"stop is {stop!r}; it must be a list of strings that are not empty")
     if not stop:
         return None
-    if decode is None:
-        raise ValueError(f"stop is {list(stop)} and decode None; stop strings need decode, from token ids to text")
-    return lambda tokens: any(s in decode(tokens) for s in stop)
+    if not callable(decode):
+        raise ValueError(
+            f"stop is {list(stop)} and decode {decode!r}; stop strings need decode, from token ids to text"
+        )
+
+    def stops(tokens: list[int]) -> bool:
+        text = decode(tokens)
+        if not isinstance(text, str):
+            raise ValueError(f"decode gives {text!r}; it must give a string")
+        return any(s in text for s in stop)
+
+    return stops
 
 
 @torch.inference_mode()
@@ -156,8 +183,8 @@ def step(
     Shapes and units: requests and params are keyed by sequence id; ``stops`` says of a request's new tokens whether
     they end it; gives {sequence id: new token ids}.
 
-    Raises: ValueError where a request has no params or nothing to compute, and what cache and sampler raise; the
-    sequences of the pass that failed are then as before.
+    Raises: ValueError where a request has no params or nothing to compute or a proposal does not fit the target, and
+    what cache, sampler, drafter and ``stops`` raise. The sequences of the pass that failed are then as before.
 
     Source: chapter 05.
     """
@@ -174,20 +201,23 @@ def step(
     fresh = {s: text for s, text in texts.items() if s not in ready}
     made: dict[int, list[int]] = {}
     if fresh:
-        verdicts = _verify(model, cache, fresh, dict.fromkeys(fresh, _NOTHING), params)
-        made |= {s: _settle(model, cache, drafter, requests[s], params[s], stops, s, v)[0] for s, v in verdicts.items()}
+        verdicts = _verify(model, cache, requests, fresh, dict.fromkeys(fresh, _NOTHING), params, stops)
+        _settle(cache, drafter, requests, verdicts)
+        made |= {s: verdict.tokens for s, verdict in verdicts.items()}
     if ready:
         drafts = _drafts(model, cache, drafter, requests, ready, params)
         try:
-            verdicts = _verify(model, cache, ready, drafts, params)
+            verdicts = _verify(model, cache, requests, ready, drafts, params, stops)
         except CacheFull:
             if not any(draft.tokens for draft in drafts.values()):
                 raise
             drafts = dict.fromkeys(ready, _NOTHING)
-            verdicts = _verify(model, cache, ready, drafts, params)
+            verdicts = _verify(model, cache, requests, ready, drafts, params, stops)
         for s, verdict in verdicts.items():
-            made[s], accepted = _settle(model, cache, drafter, requests[s], params[s], stops, s, verdict)
-            stats.observe(len(drafts[s].tokens), accepted, len(made[s]))
+            accepted = min(len(verdict.tokens), len(verdict.nodes))
+            stats.observe(len(drafts[s].tokens), accepted, len(verdict.tokens))
+        _settle(cache, drafter, requests, verdicts)
+        made |= {s: verdict.tokens for s, verdict in verdicts.items()}
     return made
 
 
@@ -205,24 +235,53 @@ def _drafts(
         depths[s] = min(depths[s], slots[s], drafter.num_speculative_tokens)
     able = {s: text for s, text in texts.items() if depths[s] > 0}
     proposed = drafter.propose(able, params, depths) if able else {}
-    return {s: proposed[s].cut(slots[s]) if s in proposed else _NOTHING for s in texts}
+    if not isinstance(proposed, Mapping):
+        raise ValueError(f"drafter proposes {proposed!r}; it must propose a Draft for each sequence id, or for some")
+    for s in able:
+        if s in proposed:
+            _check_draft(s, proposed[s], model)
+    return {s: proposed[s].cut(slots[s]) if s in able and s in proposed else _NOTHING for s in texts}
+
+
+def _check_draft(seq_id: int, draft: Draft, model: Decoder) -> None:
+    """Refuse what is no Draft, or one of another vocabulary or on another device than the target's."""
+    if not isinstance(draft, Draft):
+        raise ValueError(f"drafter proposes {draft!r} for sequence {seq_id}; it must be a Draft")
+    vocab, on = model.config.vocab_size, model.device
+    for token in draft.tokens:
+        if not 0 <= token < vocab:
+            raise ValueError(
+                f"drafter proposes token {token} for sequence {seq_id}; it must be between 0 and {vocab - 1}"
+            )
+    if draft.probs is not None and (draft.probs.shape[1] != vocab or draft.probs.device != on):
+        raise ValueError(
+            f"drafter proposes probs over {draft.probs.shape[1]} tokens on {draft.probs.device} for sequence {seq_id}; "
+            f"they must be over {vocab} on {on}"
+        )
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What one sequence got: its new tokens, the drafts accepted among them, and the states [1 + drafts, d]."""
+    """What one sequence got: its new tokens, up to the one that ends it, and why it ends there (None: it goes on).
+
+    Beside them its proposal, the nodes of it that were accepted, and the states [1 + drafts, d] of the pass.
+    """
 
     draft: Draft
     tokens: list[int]
+    finish_reason: str | None
     nodes: list[int]
     states: Tensor
 
 
 def _verify(
-    model: Decoder, cache: KVCache, texts: Mapping[int, list[int]], drafts: Mapping[int, Draft],
-    params: Mapping[int, SamplingParams],
+    model: Decoder, cache: KVCache, requests: Mapping[int, Generation], texts: Mapping[int, list[int]],
+    drafts: Mapping[int, Draft], params: Mapping[int, SamplingParams], stops: Callable[[list[int]], bool] | None,
 ) -> dict[int, _Verdict]:  # fmt: skip
-    """One pass of the target over what is not cached of each text and over its drafts, all of which are then judged."""
+    """One pass of the target over what is not cached of each text and over its drafts, all of which are then judged.
+
+    The requests are as they were; the cache holds all of the pass, or on an error what it held.
+    """
     ids, past = list(texts), [cache.length(s) for s in texts]
     sizes = [len(drafts[s].tokens) for s in ids]
     new = [[*texts[s][p:], *drafts[s].tokens] for s, p in zip(ids, past, strict=True)]
@@ -236,6 +295,13 @@ def _verify(
     logits, states = model.forward_with_states(batch, cache)
     try:
         judged = _judge(logits, ids, texts, drafts, params)
+        packed = torch.cat([judged.num_accepted[:, None], judged.nodes, judged.tokens], dim=1).tolist()  # one wait
+        most, verdicts = max(sizes), {}
+        for s, line, part in zip(ids, packed, states.split([1 + size for size in sizes]), strict=True):
+            nodes, tokens = line[1 : 1 + line[0]], line[1 + most : 2 + most + line[0]]
+            count, reason = _end(model, cache, requests[s], params[s], stops, tokens)
+            verdicts[s] = _Verdict(drafts[s], tokens[:count], reason, nodes, part)
+        return verdicts
     except BaseException:
         for s, p in zip(ids, past, strict=True):
             if p:
@@ -243,13 +309,22 @@ def _verify(
             else:
                 cache.free(s)
         raise
-    packed = torch.cat([judged.num_accepted[:, None], judged.nodes, judged.tokens], dim=1).tolist()  # one wait
-    most = max(sizes)
-    parts = states.split([1 + size for size in sizes])
-    return {
-        s: _Verdict(drafts[s], line[1 + most : 2 + most + line[0]], line[1 : 1 + line[0]], part)
-        for s, line, part in zip(ids, packed, parts, strict=True)
-    }
+
+
+def _end(
+    model: Decoder, cache: KVCache, request: Generation, params: SamplingParams,
+    stops: Callable[[list[int]], bool] | None, tokens: Sequence[int],
+) -> tuple[int, str | None]:  # fmt: skip
+    """How many of the new tokens belong to the text, and why it ends with them; None where it goes on."""
+    grown = Generation(request.prompt, list(request.tokens))
+    for count, token in enumerate(tokens, 1):
+        grown.tokens.append(token)
+        reason = finish_reason(model, cache, grown, params)
+        if reason is None and stops is not None and stops(list(grown.tokens)):
+            reason = "stop"
+        if reason is not None:
+            return count, reason
+    return len(tokens), None
 
 
 def _judge(
@@ -303,27 +378,20 @@ def _rows_of(draft: Draft, most: int, vocab: int, on: torch.device) -> Tensor:
 
 
 def _settle(
-    model: Decoder, cache: KVCache, drafter: Drafter, request: Generation, params: SamplingParams,
-    stops: Callable[[list[int]], bool] | None, seq_id: int, verdict: _Verdict,
-) -> tuple[list[int], int]:  # fmt: skip
-    """Append a sequence's new tokens up to the one that ends it, and make cache and drafter hold what is left.
-
-    Gives the tokens, and how many of them are drafts.
-    """
-    base = len(request.prompt) + len(request.tokens)  # with the token that the drafts hang on
-    for token in verdict.tokens:
-        request.tokens.append(token)
-        request.finish_reason = finish_reason(model, cache, request, params)
-        if request.finish_reason is None and stops is not None and stops(request.tokens):
-            request.finish_reason = "stop"
-        if request.finish_reason:
-            break
-    count = len(request.prompt) + len(request.tokens) - base
-    kept = verdict.nodes[: count - 1]  # the newest token is not stored
-    if verdict.draft.tree.is_chain:
-        if cache.length(seq_id) > base + len(kept):
-            cache.truncate(seq_id, base + len(kept))
-    else:
-        cache.keep(seq_id, base, kept)
-    drafter.accepted(seq_id, base + count, verdict.states[kept[-1] + 1 if kept else 0])
-    return verdict.tokens[:count], min(count, len(verdict.nodes))
+    cache: KVCache, drafter: Drafter, requests: Mapping[int, Generation], verdicts: Mapping[int, _Verdict]
+) -> None:
+    """Append every sequence's new tokens, and make first the cache and then the drafter hold what is left."""
+    states = {}
+    for s, verdict in verdicts.items():
+        request = requests[s]
+        base = len(request.prompt) + len(request.tokens)  # with the token that the drafts hang on
+        request.tokens += verdict.tokens
+        request.finish_reason = verdict.finish_reason
+        kept = verdict.nodes[: len(verdict.tokens) - 1]  # the newest token is not stored
+        if not verdict.draft.tree.is_chain:
+            cache.keep(s, base, kept)
+        elif cache.length(s) > base + len(kept):
+            cache.truncate(s, base + len(kept))
+        states[s] = verdict.states[kept[-1] + 1 if kept else 0]
+    for s, state in states.items():
+        drafter.accepted(s, len(requests[s].prompt) + len(requests[s].tokens), state)

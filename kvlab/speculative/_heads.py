@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kvlab import runtime
 from kvlab.batch import as_int
+from kvlab.config import is_number
 from kvlab.model import Decoder
 from kvlab.sampling import SamplingParams
-from kvlab.speculative._drafters import Draft, Growth, check_shape, drafts_of, grow
+from kvlab.speculative._drafters import Draft, Growth, check_shape, drafts_of, grow, require_decoder
 from kvlab.speculative._tree import Tree
 
 
@@ -29,7 +31,7 @@ class Heads(nn.Module):
     Shapes and units: ``hidden_size`` d and ``norm_eps`` are the target's; ``num_heads`` heads, each of one hidden layer
     of ``width`` (default 2 d).
 
-    Raises: ValueError for a size under 1.
+    Raises: ValueError for a size under 1 or a norm_eps that is no number, 0 or more.
 
     Source: chapter 05; Cai et al. 2024 (Medusa), Ankner et al. 2024 (Hydra), Gloeckle et al. 2024 (joint training).
     """
@@ -41,6 +43,8 @@ class Heads(nn.Module):
             raise ValueError(
                 f"hidden_size is {hidden_size}, num_heads {num_heads} and width {width}; each must be 1 or more"
             )
+        if not is_number(norm_eps) or norm_eps < 0:
+            raise ValueError(f"norm_eps is {norm_eps!r}; it must be a number, 0 or more")
         super().__init__()
         self.hidden_size, self.num_heads, self.width, self.norm_eps = hidden_size, num_heads, width, norm_eps
         self.up = nn.ModuleList(nn.Linear(2 * hidden_size, width) for _ in range(num_heads))
@@ -55,14 +59,36 @@ class Heads(nn.Module):
         Shapes and units: ``k`` from 0; states [R, d] of the head before (of head 0: ``Decoder.hidden``'s), embedded
         [R, d] the embedding of the token that was chosen from each; gives [R, d].
 
+        Raises: ValueError for a head that there is not, or states that do not fit.
+
         Source: chapter 05; Ankner et al. 2024.
         """
+        self._check(k, states, embedded)
         size = (self.hidden_size,)
         both = [functional.rms_norm(x.float(), size, eps=self.norm_eps).to(states.dtype) for x in (states, embedded)]
         return states + self.down[k](functional.silu(self.up[k](torch.cat(both, dim=1))))
 
+    def _check(self, k: int, states: Tensor, embedded: Tensor) -> None:
+        if not 0 <= as_int(k, "k") < self.num_heads:
+            raise ValueError(f"k is {k}; it must be one of the {self.num_heads} heads, from 0")
+        for name, x in (("states", states), ("embedded", embedded)):
+            runtime.require_tensor(name, x)
+            if x.ndim != 2 or x.shape[1] != self.hidden_size or len(x) != len(states):
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; it must be [R, {self.hidden_size}], R of both equal"
+                )
+            if (weight := self.down[0].weight).dtype != x.dtype or weight.device != x.device:
+                raise ValueError(
+                    f"{name} is {x.dtype} on {x.device}; it must be as the heads, {weight.dtype} on {weight.device}"
+                )
+
     def save(self, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write the heads as one safetensors file, rounded to ``dtype``. Source: chapter 05."""
+        """Write the heads as one safetensors file, rounded to ``dtype``.
+
+        Raises: ValueError for a dtype that is not one of floating point.  Source: chapter 05.
+        """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype!r}; it must be one of floating point, such as torch.bfloat16")
         facts = {name: getattr(self, name) for name in ("hidden_size", "num_heads", "width", "norm_eps")}
         tensors = {name: t.detach().to(dtype).contiguous().cpu() for name, t in self.state_dict().items()}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +112,9 @@ class Heads(nn.Module):
 
 
 def _check_size(heads: Heads, model: Decoder) -> None:
+    require_decoder("model", model)
+    if not isinstance(heads, Heads):
+        raise ValueError(f"heads is a {type(heads).__name__}; it must be Heads")
     if heads.hidden_size != model.config.hidden_size:
         raise ValueError(
             f"heads are of hidden size {heads.hidden_size}; it must be that of {model.config.name}, "
@@ -101,13 +130,18 @@ class HeadDrafter:
     Shapes and units: ``shape`` is the length of a chain (default: one token a head) or a ``Tree`` no deeper than there
     are heads.
 
-    Raises: ValueError for heads of another hidden size, or a shape that is none or too deep.
+    Raises: ValueError for heads of another hidden size, dtype or device, or a shape that is none or too deep.
 
     Source: chapter 05; Cai et al. 2024 (Medusa), Ankner et al. 2024 (Hydra).
     """
 
     def __init__(self, model: Decoder, heads: Heads, shape: int | Tree | None = None) -> None:
         _check_size(heads, model)
+        if (weight := heads.down[0].weight).dtype != model.dtype or weight.device != model.device:
+            raise ValueError(
+                f"heads are {weight.dtype} on {weight.device}; they must be as the model, {model.dtype} on "
+                f"{model.device}"
+            )
         self.model, self.heads = model, heads
         self.tree = check_shape(heads.num_heads if shape is None else shape)
         self.num_speculative_tokens = max(self.tree.depths)
@@ -144,7 +178,13 @@ class HeadDrafter:
         return drafts_of(grown)
 
     def accepted(self, seq_id: int, length: int, state: Tensor) -> None:
-        """Keep the state [d] from which the last of ``length`` tokens was chosen. Source: chapter 05."""
+        """Keep the state [d] from which the last of ``length`` tokens was chosen.
+
+        Raises: ValueError for a state of another shape.  Source: chapter 05.
+        """
+        runtime.require_tensor("state", state)
+        if state.shape != (self.heads.hidden_size,):
+            raise ValueError(f"state has shape {list(state.shape)}; it must be [{self.heads.hidden_size}]")
         self._states[seq_id] = (length, state)
 
     def free(self, seq_id: int) -> None:

@@ -63,19 +63,20 @@ def rejection_sample(
 
     Source: chapter 05; Leviathan et al. 2023, Chen et al. 2023; Miao et al. 2023 (SpecInfer) for siblings.
     """
+    runtime.require_tensor("target_probs", target_probs)
     if target_probs.ndim != 3 or target_probs.shape[2] == 0:
         raise ValueError(f"target_probs has shape {list(target_probs.shape)}; it must be [B, N + 1, vocab]")
     batch, rows, vocab = target_probs.shape
     drafts = rows - 1
     on = _check_drafts(draft_tokens, parents, batch, drafts, target_probs.device)
+    if draft_probs is not None:
+        _require("draft_probs", draft_probs, (batch, drafts, vocab), torch.float32, on)
     for name, x, shape, dtype in (
-        ("draft_probs", draft_probs, (batch, drafts, vocab), torch.float32),
         ("target_probs", target_probs, (batch, rows, vocab), torch.float32),
         ("accept_uniforms", accept_uniforms, (batch, drafts), torch.float64),
         ("sample_uniforms", sample_uniforms, (batch, rows), torch.float64),
     ):
-        if x is not None:
-            _require(name, x, shape, dtype, on)
+        _require(name, x, shape, dtype, on)
     runtime.require_no_grad(draft_probs, target_probs)
     if runtime.choose(impl, on, "rejection_sample") == "torch":
         if draft_probs is None:
@@ -109,6 +110,7 @@ def greedy_sample(
 
     Source: chapter 05; Leviathan et al. 2023.
     """
+    runtime.require_tensor("target_tokens", target_tokens)
     if target_tokens.ndim != 2 or target_tokens.shape[1] == 0:
         raise ValueError(f"target_tokens has shape {list(target_tokens.shape)}; it must be [B, N + 1]")
     batch, drafts = target_tokens.shape[0], target_tokens.shape[1] - 1
@@ -134,8 +136,16 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
     Shapes and units: p and q [..., vocab]; gives float64 [..., vocab].
 
+    Raises: ValueError for what are no tensors of one shape on one device.
+
     Source: chapter 05; Leviathan et al. 2023.
     """
+    for name, x in (("p", p), ("q", q)):
+        runtime.require_tensor(name, x)
+    if p.ndim == 0:
+        raise ValueError("p has no dimension; it must be [..., vocab]")
+    if q.shape != p.shape or q.device != p.device:
+        raise ValueError(f"q is {list(q.shape)} on {q.device}; it must be {list(p.shape)} on {p.device}, as p")
     left = (p.double() - q.double().nan_to_num(0.0)).clamp(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass, p.double())
@@ -208,5 +218,6 @@ def _check_drafts(
 
 
 def _require(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, on: torch.device) -> None:
+    runtime.require_tensor(name, x)
     if x.shape != shape or x.dtype != dtype or x.device != on:
         raise ValueError(f"{name} is {x.dtype} {list(x.shape)} on {x.device}; it must be {dtype} {list(shape)} on {on}")

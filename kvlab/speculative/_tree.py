@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlab.batch import as_ints
+from kvlab.batch import as_int, as_ints
 
 MAX_DRAFT_TOKENS = 62
 """Drafts of one sequence at most: a tree mask has 63 bits, and the token that the tree hangs on takes one."""
@@ -37,14 +37,20 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """``length`` tokens, each after the one before. Raises: ValueError as ``Tree``.  Source: chapter 05."""
+        """``length`` tokens, each after the one before.
+
+        Raises: ValueError for a length that is no integer, 0 to 62.  Source: chapter 05.
+        """
+        length = as_int(length, "length")
+        if not 0 <= length <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"length is {length}; it must be 0 to {MAX_DRAFT_TOKENS} tokens")
         return cls(tuple(range(-1, length - 1)))
 
     @classmethod
     def branching(cls, widths: Sequence[int]) -> Tree:
         """A tree in which every node of depth j has ``widths[j]`` children, laid out level by level.
 
-        Raises: ValueError for a width under 1, or as ``Tree``.  Source: chapter 05; Chen et al. 2024 (Sequoia).
+        Raises: ValueError for a width under 1, or more than 62 nodes.  Source: chapter 05; Chen et al. 2024 (Sequoia).
         """
         widths = as_ints(widths, "widths")
         if any(width < 1 for width in widths):
@@ -53,9 +59,9 @@ class Tree:
         level = [-1]
         for width in widths:
             first = len(parents)
+            if first + len(level) * width > MAX_DRAFT_TOKENS:
+                raise ValueError(f"widths are {widths}; a tree of drafts holds {MAX_DRAFT_TOKENS} nodes at most")
             parents += [node for node in level for _ in range(width)]
-            if len(parents) > MAX_DRAFT_TOKENS:
-                break  # refused below
             level = list(range(first, len(parents)))
         return cls(tuple(parents))
 
@@ -63,13 +69,18 @@ class Tree:
     def from_ranks(cls, paths: Sequence[Sequence[int]]) -> Tree:
         """The smallest tree that holds these paths, each the ranks of its tokens among their siblings (0 the first).
 
-        Raises: ValueError where a rank is under 0 or lacks the one before it, or as ``Tree``.
+        Raises: ValueError where a rank is under 0 or lacks the one before it, a path is no list of integers or has
+        more than 62, or as ``Tree``.
 
         Source: chapter 05; Cai et al. 2024 (Medusa) write their trees so.
         """
-        wanted = {
-            tuple(as_ints(p, f"paths[{n}]"))[:length] for n, p in enumerate(paths) for length in range(1, len(p) + 1)
-        }
+        try:
+            every = [as_ints(path, f"paths[{n}]") for n, path in enumerate(paths)]
+        except TypeError:
+            raise ValueError(f"paths is {paths!r}; it must be a list of paths") from None
+        if (longest := max(map(len, every), default=0)) > MAX_DRAFT_TOKENS:
+            raise ValueError(f"paths hold one of {longest} tokens; it must have {MAX_DRAFT_TOKENS} at most")
+        wanted = {tuple(path[:length]) for path in every for length in range(1, len(path) + 1)}
         for path in wanted:
             if path[-1] < 0 or (path[-1] > 0 and (*path[:-1], path[-1] - 1) not in wanted):
                 raise ValueError(
@@ -125,11 +136,20 @@ class Tree:
         return masks
 
     def cut(self, length: int) -> Tree:
-        """The first ``length`` nodes; a tree too, as parents come first. Source: chapter 05."""
-        return Tree(self.parents[: max(0, length)])
+        """The first ``length`` nodes, all where it is more; a tree too, as parents come first.
+
+        Raises: ValueError for a length that is no integer.  Source: chapter 05.
+        """
+        return Tree(self.parents[: max(0, as_int(length, "length"))])
 
     def path(self, node: int) -> list[int]:
-        """The nodes from depth 1 down to ``node``; empty for the root, -1. Source: chapter 05."""
+        """The nodes from depth 1 down to ``node``; empty for the root, -1.
+
+        Raises: ValueError for a node that the tree does not have.  Source: chapter 05.
+        """
+        node = as_int(node, "node")
+        if not -1 <= node < len(self):
+            raise ValueError(f"node is {node}; it must be one of the tree's {len(self)}, or -1 for the root")
         path: list[int] = []
         while node >= 0:
             path.append(node)
