@@ -131,7 +131,7 @@ def speculate(function: Callable[..., Any]) -> None:
     """
     rng = random.Random()
     for trial in range(300):
-        n, vocab = rng.randint(0, 5), rng.choice([2, 3, 6, 12])
+        n, vocab = rng.randint(0, 5) if trial else 3, rng.choice([2, 3, 6, 12])
         p, q = _rows(n + 1, vocab), _rows(max(n, 1), vocab)[:n]
         if trial % 5 == 0:
             q = p[:n].clone()  # nothing is ever rejected
