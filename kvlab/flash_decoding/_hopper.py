@@ -401,9 +401,8 @@ def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.conste
     D: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, A))
     OUT: gl.constexpr = gl.SliceLayout(0, A)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    W: gl.constexpr = gl.BlockedLayout(
-        [1, ROWS // 4], [32, 1], [1, 4], [0, 1]
-    )  # a row's weights: a thread has one piece's
+    # Of a row's weights each thread has one piece's.
+    W: gl.constexpr = gl.BlockedLayout([1, ROWS // 4], [32, 1], [1, 4], [0, 1])
     columns = gl.arange(0, WIDE, D)
     for r in range(0, q_len * C.group, ROWS):
         peak = gl.full([ROWS], -INF, gl.float32, gl.SliceLayout(0, W))
