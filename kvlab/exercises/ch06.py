@@ -221,8 +221,8 @@ def slots_kernel(kernel: Any) -> None:
     on, rng = where_to_launch("06.4", kernel), random.Random()
     cases = [([1], [64]), ([1], [5]), ([5], [5]), ([1, 0, 20], [9, 3, 33]), ([64, 1], [64, 1])]
     cases += [_mixed(rng) for _ in range(4)]
-    for q_lens, lens in cases:
-        P, N, far = rng.choice([4, 16]), rng.choice([8, 16]), rng.random() < 0.5
+    for i, (q_lens, lens) in enumerate(cases):
+        P, N, far = rng.choice([4, 16]), rng.choice([8, 16]), i % 2 == 0  # both kinds in every check
         table, starts, seq_lens, expected = _tables(rng, q_lens, lens, P, far)
         what = f"q_lens {q_lens}, seq_lens {lens}, P {P}, N {N}" + (", far blocks" if far else "")
         if on is not None:
@@ -243,7 +243,7 @@ def _tables(
     """table [B, max_blocks] and starts, lens as int32, and the right slots; unused entries hold anything."""
     width = max(-(-n // P) for n in lens) + (len(lens) > 1)
     numbers = rng.sample(range(500), len(lens) * width)
-    base = (2**31 // P - 250) if far else 0  # block · P then passes 2**31 for half of the blocks
+    base = 2**31 - 500 if far else 0  # block · P then passes 2**32 for every block
     table = [[base + numbers.pop() for _ in range(width)] for _ in lens]
     starts, expected = [0], []
     for row, q, n in zip(table, q_lens, lens, strict=True):
