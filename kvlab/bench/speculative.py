@@ -89,7 +89,7 @@ def acceptance(session: Session) -> Iterator[Record]:
     """How many tokens a proposal yields, by drafter, kind of text and temperature; see ``run``. Source: chapter 05."""
     dtype = torch.float32  # in which a greedy text is the plain one, token for token
     target, draft = (zoo.load(name, session.device, dtype) for name in zoo.NAMES)
-    count, prompt, new = (1, 64, 6) if session.quick else (50, 256, 256) if session.on_gpu else (12, 128, 64)
+    count, prompt, new = (1, 64, 6) if session.quick else (50, 256, 256)
     blocks = count * -(-(prompt + new + 64) // 16)
     kinds = texts(count, prompt)
     for kind, prompts in kinds.items():

@@ -168,7 +168,7 @@ def plan_step(function: Callable[..., Any]) -> None:
     rng = random.Random()
     cases: list[tuple[list[tuple[int, int]], int, int]] = [
         ([(0, 100), (9, 10), (20, 21)], 10, 100), ([(0, 100), (0, 7), (0, 3)], 16, 8), ([(4, 5)], 1, 1),
-        ([(0, 1), (5, 6), (0, 9)], 2, 4), ([], 8, 8), ([(0, 5)] * 3, 100, 100),
+        ([(0, 1), (5, 6), (0, 9)], 2, 4), ([], 8, 8), ([(0, 5)] * 3, 100, 100), ([(0, 4), (0, 1)], 4, 100),
     ]  # fmt: skip
     for _ in range(40):
         requests = _requests(rng, rng.randint(1, 9))
