@@ -88,6 +88,22 @@ class KVCache(Protocol):
         ...
 
 
+def take_back(cache: KVCache, seq_ids: Sequence[int | None], past_lens: Sequence[int]) -> None:
+    """Undo a pass that failed: every sequence has the tokens it had before, and one that had none is freed.
+
+    Shapes and units: ``past_lens`` in tokens, as in the pass's ``Batch``; an id of None is padding.
+
+    Source: chapter 01.
+    """
+    for seq_id, past in zip(seq_ids, past_lens, strict=True):
+        if seq_id is None:
+            continue
+        if past:
+            cache.truncate(seq_id, past)
+        else:
+            cache.free(seq_id)
+
+
 def check_truncate(length: int, current: int) -> int:
     """The length in tokens to truncate to, as a Python int; refuses one below 0, beyond the current one, or no integer.
 

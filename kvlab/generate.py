@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlab.batch import Batch, as_int, as_ints
-from kvlab.cache import KVCache
+from kvlab.cache import KVCache, take_back
 from kvlab.model import Decoder
 from kvlab.sampling import SamplingParams, one_each, sample
 
@@ -133,11 +133,7 @@ def step(
     try:
         chosen = sample(logits, [params[s] for s in seq_ids], positions, labels=labels)
     except BaseException:
-        for s, p in zip(seq_ids, past, strict=True):
-            if p:
-                cache.truncate(s, p)
-            else:
-                cache.free(s)
+        take_back(cache, seq_ids, past)
         raise
     for seq_id, token in zip(seq_ids, chosen, strict=True):
         requests[seq_id].tokens.append(token)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvlab.batch import Batch
-from kvlab.cache import KVCache
+from kvlab.cache import KVCache, take_back
 from kvlab.config import ModelConfig
 from kvlab.rope import Rope, rotate
 
@@ -185,13 +185,7 @@ class Decoder(nn.Module):
             states = self.hidden(batch, cache)[batch.logits_indices]
             return self.logits(states), states
         except BaseException:
-            for seq_id, past in zip(batch.seq_ids, batch.past_lens, strict=True):
-                if seq_id is None:
-                    continue
-                if past:
-                    cache.truncate(seq_id, past)
-                else:
-                    cache.free(seq_id)
+            take_back(cache, batch.seq_ids, batch.past_lens)
             raise
 
     def hidden(self, batch: Batch, cache: KVCache) -> Tensor:

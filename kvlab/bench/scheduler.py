@@ -21,6 +21,7 @@ from kvlab import config as configs
 from kvlab import figures, flash_decoding, workloads
 from kvlab.bench import Record, Session, Timing, measure
 from kvlab.bench._session import device_name
+from kvlab.cache import take_back
 from kvlab.costs import HARDWARE, Hardware
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, PagedCache
@@ -143,11 +144,8 @@ class Server:
     def run(self, step: Step) -> list[int]:
         """One pass over a step of ``fill``, undone afterwards; gives the tokens. Source: chapter 06."""
         tokens = forward(self.model, self.cache, step)
-        for request in step.requests:
-            if request.num_computed_tokens:
-                self.cache.truncate(request.request_id, request.num_computed_tokens)
-            else:
-                self.cache.free(request.request_id)
+        requests = list(step.requests)
+        take_back(self.cache, [r.request_id for r in requests], [r.num_computed_tokens for r in requests])
         return tokens
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvlab.batch import Batch, as_int
-from kvlab.cache import CacheFull, KVCache
+from kvlab.cache import CacheFull, KVCache, take_back
 from kvlab.generate import Generation, begin, finish_reason, progress_bar
 from kvlab.model import Decoder
 from kvlab.sampling import SamplingParams, check_logits, one_each, processed_probs, uniform
@@ -303,11 +303,7 @@ def _verify(
             verdicts[s] = _Verdict(drafts[s], tokens[:count], reason, nodes, part)
         return verdicts
     except BaseException:
-        for s, p in zip(ids, past, strict=True):
-            if p:
-                cache.truncate(s, p)
-            else:
-                cache.free(s)
+        take_back(cache, ids, past)
         raise
 
 
