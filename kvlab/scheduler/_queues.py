@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._request import WAITING, Request
@@ -49,9 +50,6 @@ class FirstCome:
     def oldest(self) -> Request | None:
         """The waiting request that came first. Source: chapter 06."""
         return self.peek()
-
-    def charge(self, client: str, tokens: float) -> None:
-        """Nobody keeps accounts here. Source: chapter 06."""
 
 
 class FairQueue:
@@ -104,14 +102,18 @@ class FairQueue:
         """The waiting request that came first, whoever's it is. Source: chapter 06."""
         return self._ages.peek()
 
-    def charge(self, client: str, tokens: float) -> None:
-        """Enter work done for a client (tokens, 0 or more) in its account.
+    def charge(self, clients: Iterable[str], tokens: float) -> None:
+        """Enter work in accounts: so many tokens (0 or more) for each client, once for each time that it is named.
 
-        Raises: ValueError for a client that is no name, or tokens that are no such number.  Source: Sheng et al. 2024.
+        Raises: ValueError for a client that never had a request here, or tokens that are no such number.
+
+        Source: Sheng et al. 2024.
         """
-        if not isinstance(client, str):
-            raise ValueError(f"client is {client!r:.80}; it must be a name")
-        self.accounts[client] = self.accounts.get(client, 0.0) + checks.number(tokens, "tokens", 0)
+        tokens, named, accounts = checks.number(tokens, "tokens", 0), list(clients), self.accounts
+        for client in set(named).difference(accounts):
+            raise ValueError(f"clients names {client!r:.80}; each must have had a request in this queue")
+        for client in named:
+            accounts[client] += tokens
 
     def _enter(self, client: str) -> None:
         self._ties += 1

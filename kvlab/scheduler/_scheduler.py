@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -475,11 +474,10 @@ class Scheduler:
 
     def _charge(self, step: Step) -> None:
         """Enter the work in the clients' accounts."""
-        if self.policy == "fair":
+        if isinstance(self.queue, FairQueue):
             for request, chunk in step.prefills.items():
-                self.queue.charge(request.client, chunk)
-            for client, count in Counter([request.client for request in step.decodes]).items():
-                self.queue.charge(client, count * self.decode_weight)
+                self.queue.charge([request.client], chunk)
+            self.queue.charge([request.client for request in step.decodes], self.decode_weight)
 
     def _require_in_flight(self, step: Step) -> None:
         if step is not self._in_flight:
