@@ -792,6 +792,7 @@ def test_the_scheduler_benchmark_measures_each_of_its_parts(tmp_path):
     steps = [asdict(r) for r in found if r.bench == "scheduler.step"]
     model = fit_records(steps)
     assert len(model.residuals) == len(steps)
+    assert {r.shape["policy"] for r in found if r.bench == "scheduler.simulated"} == {"continuous", "chunked", "fair"}
     workloads_ = {r.shape["workload"] for r in found if r.bench == "scheduler.held_out"}
     assert workloads_ == set(scheduler.held_out_workloads())
     ways = {r.shape["workload"] for r in found if r.bench == "scheduler.serving"}

@@ -1,4 +1,4 @@
-"""Chapter 06's parts: what the scheduler takes on the host, steps of mixed batches, serving by each policy.
+"""Chapter 06's parts: what scheduler and simulation take on the host, steps of mixed batches, serving by each policy.
 
 Weights are random, and so are the keys and values of contexts that were never computed: speed does not depend on them.
 Greedy tokens are chosen and thrown away.
@@ -26,7 +26,7 @@ from kvlab.costs import HARDWARE, Hardware
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, PagedCache
 from kvlab.sampling import SamplingParams
-from kvlab.scheduler import Metrics, Request, RooflineCost, Scheduler, Step, StepShape, forward, serve
+from kvlab.scheduler import Metrics, Request, RooflineCost, Scheduler, Step, StepShape, forward, serve, simulate
 
 TRACE = Path(__file__).parent / "traces" / "decodes_and_prompts.jsonl"
 BLOCK_SIZE = 16
@@ -44,10 +44,11 @@ HELD_OUT_WAY: Way = ("chunked", 1024, 128, 512)
 
 
 def run(session: Session) -> Iterator[Record]:
-    """The host's share, then steps, then whole workloads.
+    """The host's share and simulations, then steps, then whole workloads.
 
     Shapes and units:
         scheduler.host       ms of ``schedule`` and ``update`` with ``running`` requests that decode, ``waiting`` more
+        scheduler.simulated  seconds in which a busy chat of so many ``requests`` is simulated
         scheduler.step       ms of one forward pass by the wall's clock, batch and sampling included; the shape is that
                              of ``scheduler.StepShape``
         scheduler.serving    figures of the fixed workload of long prompts among decodes, by policy: ms of ITL and TTFT,
@@ -94,6 +95,22 @@ def host_times(policy: str, running: int, waiting: int, steps: int) -> list[floa
         scheduler.update(scheduler.schedule())
         spent.append(1e3 * (time.perf_counter() - begin))
     return spent
+
+
+def simulated(session: Session) -> Iterator[Record]:
+    """Seconds to simulate a Llama-3-8B that serves a busy chat on an H200, on one core. Source: chapter 06."""
+    count, rate = (50 if session.quick else 100_000), 60.0
+    for policy in ("continuous", "chunked", "fair"):
+        requests = workloads.arriving(
+            workloads.mix("chat", count)[0], workloads.poisson(rate, count), clients=[f"client {i}" for i in range(50)]
+        )
+        scheduler = Scheduler(BlockManager(BlockPool(30_000, BLOCK_SIZE)), policy, 2048, 256)
+        begin = time.perf_counter()
+        run = simulate(scheduler, requests, RooflineCost(configs.get("llama-3-8b"), HARDWARE["h200"]))
+        spent = time.perf_counter() - begin
+        shape: Shape = {"requests": count, "rate": rate, "policy": policy, "steps": len(run.steps["end"])}
+        record = session.record("scheduler.simulated", "kvlab", spent, "s", shape=shape, dtype="none")
+        yield replace(record, device=device_name(torch.device("cpu")), driver=None)
 
 
 # --- a model to serve ------------------------------------------------------------------------------------------------
@@ -328,6 +345,7 @@ def held_out(session: Session) -> Iterator[Record]:
 
 PARTS: dict[str, Callable[[Session], Iterator[Record]]] = {
     "host": host,
+    "simulated": simulated,
     "steps": steps,
     "serving": serving,
     "held_out": held_out,
