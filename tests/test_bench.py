@@ -788,7 +788,7 @@ def test_the_scheduler_benchmark_measures_each_of_its_parts(tmp_path):
     file = tmp_path / "records.json"
     assert main(["scheduler", "--quick", "--device", "cpu", "--out", str(file)]) == 0
     found = load(file)
-    assert {r.bench.partition(".")[2] for r in found} == {"host", "step", "serving", "held_out"}
+    assert {r.bench.partition(".")[2] for r in found} == {"host", "simulated", "step", "serving", "held_out"}
     steps = [asdict(r) for r in found if r.bench == "scheduler.step"]
     model = fit_records(steps)
     assert len(model.residuals) == len(steps)
