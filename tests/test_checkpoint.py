@@ -527,7 +527,7 @@ def no_weights_read(monkeypatch):
     def refuse(*_):
         raise AssertionError("weights were read before everything was checked")
 
-    monkeypatch.setattr(checkpoint, "_read", refuse)
+    monkeypatch.setattr(checkpoint._files, "_read", refuse)
 
 
 @pytest.mark.usefixtures("no_weights_read")

@@ -13,7 +13,7 @@ from kvlab.batch import as_int, as_ints
 from kvlab.config import ModelConfig
 from kvlab.costs import Hardware
 from kvlab.scheduler import _checks as checks
-from kvlab.scheduler._scheduler import Step
+from kvlab.scheduler._step import Step
 
 
 @dataclass(frozen=True, slots=True)

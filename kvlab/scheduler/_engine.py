@@ -14,7 +14,8 @@ from kvlab.sampling import sample
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._metrics import Metrics
 from kvlab.scheduler._request import Request, in_order
-from kvlab.scheduler._scheduler import Scheduler, Step
+from kvlab.scheduler._scheduler import Scheduler
+from kvlab.scheduler._step import Step
 
 
 @torch.inference_mode()

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._request import Request
-from kvlab.scheduler._scheduler import Scheduler, Step
+from kvlab.scheduler._scheduler import Scheduler
+from kvlab.scheduler._step import Step
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 KINDS = ("prefill", "decode", "mixed")

@@ -9,7 +9,8 @@ from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._costs import CostModel, StepShape
 from kvlab.scheduler._metrics import Metrics
 from kvlab.scheduler._request import RUNNING, Request, in_order
-from kvlab.scheduler._scheduler import Scheduler, Step
+from kvlab.scheduler._scheduler import Scheduler
+from kvlab.scheduler._step import Step
 
 
 class Places:
