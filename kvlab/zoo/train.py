@@ -27,7 +27,17 @@ from kvlab.cache import NoCache
 from kvlab.config import ModelConfig
 from kvlab.model import Decoder, Ops, swiglu
 from kvlab.zoo import scoring
-from kvlab.zoo.training import Plan, Windows, add_arguments, fit, plan_facts, read_corpus, read_plan, tokenize
+from kvlab.zoo.training import (
+    Plan,
+    Windows,
+    add_arguments,
+    fit,
+    plan_facts,
+    read_corpus,
+    read_plan,
+    run_records,
+    tokenize,
+)
 
 __all__ = ["Plan", "Windows", "build", "export", "main", "tokenize", "train"]
 
@@ -149,14 +159,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     session = bench.Session(args.device)
     command = " ".join(["python -m kvlab.zoo.train", *(sys.argv[1:] if argv is None else argv)])
     facts = {"command": command, "train_tokens": sum(map(len, files)), "train_files": len(files), **plan_facts(plan)}
-    made = [session.record("zoo_training.run", args.name, curve[-1]["seconds"], "s", shape=facts, dtype=torch.float32)]
-    made += [
-        session.record(
-            "zoo_training.loss_curve", args.name, point["validation"], "validation bits/byte", dtype=torch.float32,
-            shape={k: v for k, v in point.items() if k != "validation"},
-        )
-        for point in curve
-    ]  # fmt: skip
+    made = run_records(
+        session, "zoo_training.run", "zoo_training.loss_curve", args.name, curve, "validation bits/byte", facts
+    )
     bench.save(made, out / "records.json")
 
 

@@ -31,7 +31,7 @@ from kvlab.model import Decoder
 from kvlab.sampling import SamplingParams
 from kvlab.speculative import HeadDrafter, Heads, generate
 from kvlab.zoo import scoring
-from kvlab.zoo.training import Plan, add_arguments, fit, plan_facts, read_corpus, read_plan, tokenize
+from kvlab.zoo.training import Plan, add_arguments, fit, plan_facts, read_corpus, read_plan, run_records, tokenize
 
 KINDS = ("frozen", "joint")
 
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files, validation = tokenize(corpus.train, tokenizer), scoring.encode(corpus.validation, tokenizer)
     torch.set_float32_matmul_precision("high")
     command = " ".join(["python -m kvlab.zoo.train_heads", *(sys.argv[1:] if argv is None else argv)])
-    session, made = bench.Session(args.device), []
+    session, made = bench.Session(args.device), list[bench.Record]()
     for kind in args.kinds:
         if args.target:
             decoder = checkpoint.load(args.target, device=args.device, dtype=torch.float32)
@@ -195,16 +195,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             "target_parameters": costs.num_parameters(decoder.config).total, "kv_bytes_per_token": 0,
             "bits_per_byte": scoring.bits_per_byte(model.decoder, validation), **plan_facts(plan),
         }  # fmt: skip
-        made.append(
-            session.record("heads_training.run", kind, curve[-1]["seconds"], "s", shape=facts, dtype=torch.float32)
+        made += run_records(
+            session, "heads_training.run", "heads_training.curve", kind, curve, "tokens/proposal", facts
         )
-        made += [
-            session.record(
-                "heads_training.curve", kind, point["validation"], "tokens/proposal", dtype=torch.float32,
-                shape={k: v for k, v in point.items() if k != "validation"},
-            )
-            for point in curve
-        ]  # fmt: skip
         bench.save(made, out / "records.json")
 
 

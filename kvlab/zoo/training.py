@@ -11,7 +11,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ from kvlab.zoo import corpus as corpora
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from kvlab.bench import Record, Session
 
 
 @dataclass(frozen=True)
@@ -271,3 +273,23 @@ def read_corpus(args: argparse.Namespace) -> corpora.Corpus:
 def plan_facts(plan: Plan) -> dict[str, int | float]:
     """A plan as sizes that a record can hold. Source: kvlab.zoo."""
     return {key: int(value) if isinstance(value, bool) else value for key, value in asdict(plan).items()}
+
+
+def run_records(
+    session: Session, run: str, curve: str, name: str, points: Sequence[Mapping[str, float]], unit: str,
+    facts: Mapping[str, int | float | str],
+) -> list[Record]:  # fmt: skip
+    """What is recorded of a finished run of ``name``: its seconds as the bench ``run``, its points as ``curve``.
+
+    Shapes and units: ``points`` as ``fit`` gives them, whose ``validation`` has the ``unit``.
+
+    Source: kvlab.zoo.
+    """
+    made = [session.record(run, name, points[-1]["seconds"], "s", shape=dict(facts), dtype=torch.float32)]
+    return made + [
+        session.record(
+            curve, name, point["validation"], unit, dtype=torch.float32,
+            shape={k: v for k, v in point.items() if k != "validation"},
+        )
+        for point in points
+    ]  # fmt: skip
