@@ -408,6 +408,19 @@ def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights @ v).view(batch, kv_heads, -1, q_len, size).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
+def copying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Decode as model code often has it: keys and values copied for every query head, the softmax in float32.
+
+    Shapes and units: as ``naive``.
+
+    Source: chapter 04; ``repeat_kv`` in transformers.
+    """
+    group = q.shape[2] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
+    weights = (q.transpose(1, 2) @ k.transpose(2, 3) * q.shape[3] ** -0.5).softmax(-1, dtype=torch.float32)
+    return (weights.to(q.dtype) @ v).transpose(1, 2)
+
+
 def _naive(session: Session) -> Iterator[Record]:
     shapes = [Work(b, n * K) for b in (1, 8, 32, 128) for n in (2, 8, 32, 128)]
     yield from _each(session, "decode.naive", _sized(session, shapes, Work(2, 40, 4, 2, 16)), _naive_one, times=3)
