@@ -348,7 +348,7 @@ def test_as_many_squares_are_filled_as_there_are_programs():
     values = np.ma.filled(mesh.get_array(), np.nan)
     assert np.nansum(values) == 20
     assert values.size == 132
-    assert ax.get_title() == "batch 1"
+    assert ax.get_title(loc="left") == "batch 1"
     with pytest.raises(ValueError, match=r"^programs is -1 "):
         figures.occupied(ax, -1, 132)
 

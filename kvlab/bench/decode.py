@@ -36,7 +36,7 @@ def run(session: Session) -> Iterator[Record]:
         decode.table       GB/s of each implementation, replayed in a CUDA graph
         decode.contiguous  the same beside implementations that need a contiguous cache
         decode.splits      GB/s for each ``num_splits``; 0 is the balanced rule
-        decode.naive       GB/s beside two matrix products and a softmax on a contiguous cache
+        decode.naive       GB/s beside two matrix products and a softmax on a contiguous cache, heads grouped or copied
         decode.launches    us of a call: "graph replay", "plain launches" and, of the host, "wall clock"
 
     Source: chapter 04; FlashAttention's and FlashInfer's benchmarks.
@@ -432,10 +432,15 @@ def _naive_one(session: Session, work: Work) -> Iterator[Record]:
     entrants = _own(session, inputs, expected)
     pools = [[x.transpose(1, 2).contiguous() for x in pool] for pool in _dense_pools(inputs)]
 
-    def calls() -> list[Call]:
-        return [Call(functools.partial(naive, inputs.q, *pool)) for pool in pools]
+    def calls(way: Callable[..., Tensor]) -> list[Call]:
+        return [Call(functools.partial(way, inputs.q, *pool)) for pool in pools]
 
-    entrants += _entrants(session, Peer("naive (torch)", torch.__version__), calls, expected, inputs.q)
+    ways = {"naive (torch)": naive}
+    if _fits(session, work, 4 + work.heads // work.kv_heads):  # the copies come on top
+        ways["naive, heads copied (torch)"] = copying
+    for name, way in ways.items():
+        peer = Peer(name, torch.__version__)
+        entrants += _entrants(session, peer, functools.partial(calls, way), expected, inputs.q)
     yield from _rates(session, "decode.naive", inputs, entrants)
 
 
