@@ -235,6 +235,44 @@ def by_shape(bench: str, *axes: str, unit: str = "TFLOP/s", **where: Any) -> dic
     return dict(sorted(found.items(), key=lambda entry: [(x is None, x) for x in entry[0]]))
 
 
+def by_way(found: Mapping[tuple[Any, ...], Mapping[str, float]]) -> dict[tuple[Any, ...], dict[str, float]]:
+    """What ``by_shape`` gave of implementations that ran in several ways, with the way as the last entry of the shape:
+    {shape: {"impl, way": value}} becomes {(*shape, way): {impl: value}}.
+
+    Shapes and units: as ``by_shape``; a name without a comma keeps an empty way.
+
+    Source: chapter 04.
+    """
+    ways: dict[tuple[Any, ...], dict[str, float]] = {}
+    for shape, values in found.items():
+        for name, value in values.items():
+            impl, _, way = name.partition(", ")
+            ways.setdefault((*shape, way), {})[impl] = value
+    return ways
+
+
+def occupied(ax: Axes, programs: int, places: int, title: str = "") -> None:
+    """Draw a GPU's multiprocessors as squares, twelve in a row, those filled that have one of so many programs.
+
+    Raises: ValueError for a negative number of programs, or no place.
+
+    Source: chapter 04.
+    """
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+
+    if programs < 0 or places < 1:
+        raise ValueError(f"programs is {programs} and places {places}; they must be 0 or more, and 1 or more")
+    squares = np.full(-(-places // 12) * 12, np.nan)
+    squares[:places] = np.arange(places) < programs
+    ax.pcolormesh(squares.reshape(-1, 12), cmap=ListedColormap([EMPTY, COLORS[0]]), vmin=0, vmax=1, edgecolors="white")
+    ax.set(title=title, xticks=[], yticks=[], aspect="equal")
+    ax.invert_yaxis()
+    ax.grid(False)
+    for side in ax.spines.values():
+        side.set_visible(False)
+
+
 def by_impl(found: Mapping[tuple[Any, ...], Mapping[str, float]]) -> dict[str, tuple[list[Any], list[float]]]:
     """What ``by_shape`` gave as lines for ``plot``: {impl: (x, y)}, x the first entry of each shape that has the impl.
 
@@ -455,6 +493,8 @@ def heatmap(
 def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], *, unit: str = "s") -> None:
     """Draw what each lane did when; the same kind of work has the same colour in all lanes.
 
+    Lanes too many to be told apart (more than 24) touch each other, so that colours show.
+
     Shapes and units: a lane is a list of (start, end, kind), times in ``unit``.
 
     Raises: ValueError where an interval ends before it starts.
@@ -462,6 +502,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], 
     Source: chapter 06.
     """
     kinds: dict[str, int] = {}
+    height, edge = (0.7, 0.5) if len(lanes) <= 24 else (1.0, 0.0)
     for y, (name, spans) in enumerate(lanes.items()):
         for start, end, kind in spans:
             if end < start:
@@ -469,8 +510,8 @@ def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], 
             seen = kind in kinds
             i = kinds.setdefault(kind, len(kinds))
             ax.barh(
-                y, end - start, left=start, height=0.7, color=COLORS[i % len(COLORS)], edgecolor="white", linewidth=0.5,
-                hatch=("", "///", "...", "xx")[i % 4], label=None if seen else kind,
+                y, end - start, left=start, height=height, color=COLORS[i % len(COLORS)], edgecolor="white",
+                linewidth=edge, hatch=("", "///", "...", "xx")[i % 4], label=None if seen else kind,
             )  # fmt: skip
     ax.set_yticks(range(len(lanes)), list(lanes))
     ax.invert_yaxis()

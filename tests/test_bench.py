@@ -681,7 +681,7 @@ def test_decode_measures_every_implementation_that_can_run_here():
         impls = {r.impl for r in records if r.bench == f"decode.{part}"}
         assert "kvlab torch" in impls
         assert ("kvlab triton" in impls) == runtime.can_launch("cpu")
-    assert "naive (torch)" in {r.impl for r in records if r.bench == "decode.naive"}
+    assert {"naive (torch)", "naive, heads copied (torch)"} <= {r.impl for r in records if r.bench == "decode.naive"}
     assert {r.shape["num_splits"] for r in records if r.bench == "decode.splits"} == {0, 1, 3}
     assert {r.impl.partition(", ")[2] for r in records if r.bench == "decode.launches"} == {
         "plain launches",
@@ -690,6 +690,35 @@ def test_decode_measures_every_implementation_that_can_run_here():
     assert all(r.error is not None for r in records if r.bench != "decode.read")
     if runtime.can_launch("cpu"):
         assert runtime.launches["flash_decoding_kernel"] > 0
+
+
+def test_naive_decodes_are_attention():
+    from kvlab import reference
+    from kvlab.bench import decode
+
+    q, (k, v) = torch.randn(2, 1, 6, 16), torch.randn(2, 2, 3, 9, 16)
+    want = torch.cat([reference.attend_one(q[b], k[b].transpose(0, 1), v[b].transpose(0, 1))[0][None] for b in (0, 1)])
+    for way in (decode.naive, decode.copying):
+        torch.testing.assert_close(way(q, k, v), want.float())
+
+
+@pytest.mark.parametrize(
+    ("rule", "programs", "length", "splits"),
+    [
+        ("flash_attention", 8, 131072, 15),  # 120 programs of 132
+        ("flash_attention", 106, 131072, 1),  # 80 % have work
+        ("flash_attention", 8, 512, 1),  # four blocks of 128
+        ("flashinfer", 8, 131072, 33),
+        ("flashinfer", 8, 1024, 8),  # no chunk is shorter than 128
+        ("flashinfer", 512, 4096, 1),
+        ("flex_decoding", 8, 1, 32),
+        ("flex_decoding", 512, 131072, 1),
+    ],
+)
+def test_published_rules(rule, programs, length, splits):
+    from kvlab.bench import _split_rules
+
+    assert getattr(_split_rules, rule)(programs, length, 132) == splits
 
 
 def test_decode_counts_live_keys_and_values():

@@ -1,4 +1,4 @@
-"""Split-KV decoding for Hopper, in Gluon: a CTA has two warps that load pages and four that compute.
+"""Split-KV decoding for Hopper, in Gluon: a CTA (a program) has two warps that load pages and four that compute.
 
 All blocks of keys of all items (a sequence and a KV head) stand in one line, which is cut into equal shares, one a CTA.
 But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth is left over,
