@@ -26,7 +26,7 @@ def record(**changes):
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "_MEASURED", tmp_path)
+    monkeypatch.setattr(figures._records, "_MEASURED", tmp_path)
     (tmp_path / "a.json").write_text(json.dumps([record(), record(impl="torch", value=2.0)]))
     (tmp_path / "b.json").write_text(
         json.dumps(
@@ -50,7 +50,7 @@ def test_records_are_found_by_field_and_by_shape(measured):
 def test_a_record_that_is_not_there_is_named(measured, monkeypatch):
     with pytest.raises(LookupError, match=r"bench='decode'.*ceilings\.copy"):
         figures.records(bench="decode")
-    monkeypatch.setattr(figures, "_MEASURED", measured / "nowhere")
+    monkeypatch.setattr(figures._records, "_MEASURED", measured / "nowhere")
     with pytest.raises(FileNotFoundError, match="checkout"):
         figures.records(bench="ceilings")
 
