@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlab.display import markdown
 
 if TYPE_CHECKING:
     from kvlab.costs import Hardware
