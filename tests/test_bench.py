@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab import bench, flash_decoding, paged, reference, runtime, speculative
 from kvlab import config as configs
@@ -40,7 +41,7 @@ from kvlab.bench import (
     table,
 )
 from kvlab.bench.__main__ import main
-from kvlab.bench._rounds import Rounds
+from kvlab.bench._rounds import Pass, Rounds
 from kvlab.bench._session import commit
 from kvlab.bench.speculative import matching_alpha
 from kvlab.generate import generate
@@ -884,6 +885,74 @@ def test_rounds_write_what_plain_decoding_writes(small_pair, gamma):
             if speculate:
                 assert run.steps < 12
                 assert run.tokens_per_step == pytest.approx(1 + sum(run.accepted) / len(run.accepted))
+
+
+class Captured(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: a read of the device by the host, and data that come from it."""
+
+    READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "lift_fresh", "_to_copy")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._overloadpacket.__name__, kwargs or {}
+        assert not any(name.startswith(read) for read in self.READS if read != "_to_copy" or "device" in kwargs), name
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{name} by a mask"
+        if name == "repeat_interleave":
+            assert kwargs.get("output_size") is not None, f"{name} without output_size"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.skipif(not runtime.can_launch("cpu"), reason="no kernel can be launched on the CPU here")
+def test_what_is_captured_never_reads_the_device(small_pair, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the host reads a tensor")
+
+    def compute(one: Pass):
+        with monkeypatch.context() as patch, Captured():
+            patch.setattr(torch.Tensor, "tolist", refuse)
+            patch.setattr(torch.Tensor, "__bool__", refuse)
+            return right(one)
+
+    right = Pass._compute
+    monkeypatch.setattr(Pass, "_compute", compute)
+    monkeypatch.setattr(runtime, "choose", lambda impl, on, name: "triton")
+    before = runtime.launches["flash_decoding_kernel"], runtime.launches["greedy_kernel"]
+    rounds = Rounds(*small_pair, [[1, 2, 3], [4, 5]], 2, 16)
+    texts = [rounds.run(2, speculate=speculate).texts for speculate in (False, True)]
+    assert [text[:2] for text in texts[0]] == [text[:2] for text in texts[1]]
+    assert runtime.launches["flash_decoding_kernel"] > before[0]
+    assert runtime.launches["greedy_kernel"] > before[1]
+    for bad in (lambda x: x.item(), lambda x: x[x > 0], lambda x: torch.tensor([1]), lambda x: x.nonzero()):
+        with pytest.raises(AssertionError), Captured():
+            bad(torch.ones(1))
+
+
+def test_parts_of_a_step_are_timed_from_where_a_step_begins(small_pair, monkeypatch):
+    rounds = Rounds(*small_pair, [[1, 2, 3], [4, 5]], 3, 60, imposed=0.5)
+    rounds.run(5, speculate=True)
+    seen = []
+
+    def watch(name: str):
+        right = getattr(rounds, name)
+
+        def part(texts):
+            before = [rounds.caches[model].length(0) for model in ("target", "draft")]
+            found = right(texts)
+            seen.append((name, *before, len(texts[0])))
+            return found
+
+        monkeypatch.setattr(rounds, name, part)
+
+    for name in ("_plain_step", "_draft", "_verify"):
+        watch(name)
+    parts = rounds.parts(20, 0.0)
+    assert min(parts) > 0
+    assert {s[:3] for s in seen} == {(name, 19, 21) for name in ("_plain_step", "_draft", "_verify")}
+    assert {s[3] for s in seen if s[0] == "_plain_step"} == {21}
+    assert {s[3] for s in seen if s[0] == "_verify"} <= {21, 22, 23, 24}
+    for length in (1, 57):
+        with pytest.raises(ValueError, match=f"length is {length}"):
+            rounds.parts(length, 0.0)
 
 
 @pytest.mark.gpu
