@@ -843,6 +843,26 @@ def test_timed_steps_are_the_steps_they_are_said_to_be():
     assert max(s.decodes for s in shapes) == 128
 
 
+def test_a_step_of_each_kind_is_run_before_the_clock():
+    session = Session("cpu", quick=True)
+    server = scheduler.Server.build(session)
+    kinds = scheduler.kinds_of_steps(session, server, scheduler.fixed(session), scheduler.WAYS["chunked 512"])
+    assert {new for _, _, new, _ in kinds} >= {1, 32}
+    assert {many for many, _, _, _ in kinds} == {1, 2}
+    ran = []
+    for (many, _, new, _), lens in kinds.items():
+        assert (many == 1) == (len(lens) == 1)
+        assert min(32, max(q for q, _ in lens)) > new // 2
+        ran.append(len(server.fill(lens).requests))
+        for i in range(len(lens)):
+            server.cache.free(i)
+    assert max(ran) == 4
+    warm: set[tuple[int, ...]] = set()
+    scheduler._warm(session, server, scheduler.fixed(session), scheduler.WAYS["chunked 512"], warm)
+    assert warm == set(kinds)
+    assert server.cache.manager.seq_ids == []
+
+
 # --- speculation -----------------------------------------------------------------------------------------------------
 
 
