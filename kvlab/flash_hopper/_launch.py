@@ -35,10 +35,16 @@ def unavailable(on: torch.device) -> str | None:
         return f"the tensors are on the {'CPU' if on.type == 'cpu' else on.type}"
     if runtime.INTERPRET:
         return "Triton's interpreter is on, and Gluon has none"
-    major, minor = torch.cuda.get_device_capability(on)
+    major, minor = _capability(on)
     if (major, minor) != (9, 0):
         return f"this GPU is sm_{major}{minor} and the kernel is for sm_90"
     return None
+
+
+@functools.cache
+def _capability(on: torch.device) -> tuple[int, int]:
+    """Asked at every launch."""
+    return torch.cuda.get_device_capability(on)
 
 
 def refusal(
