@@ -910,11 +910,13 @@ def test_rounds_write_what_plain_decoding_writes(small_pair, gamma):
 class Captured(TorchDispatchMode):
     """Refuses what a CUDA graph cannot hold: a read of the device by the host, and data that come from it."""
 
-    READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "lift_fresh", "_to_copy")
+    READS = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "lift_fresh")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._overloadpacket.__name__, kwargs or {}
-        assert not any(name.startswith(read) for read in self.READS if read != "_to_copy" or "device" in kwargs), name
+        assert name not in self.READS
+        if name in ("to", "_to_copy"):
+            assert not any(isinstance(x, torch.device) for x in (*args, *kwargs.values())), f"{name} a device"
         if name in ("index", "index_put", "index_put_"):
             assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{name} by a mask"
         if name == "repeat_interleave":
@@ -942,9 +944,13 @@ def test_what_is_captured_never_reads_the_device(small_pair, monkeypatch):
     assert [text[:2] for text in texts[0]] == [text[:2] for text in texts[1]]
     assert runtime.launches["flash_decoding_kernel"] > before[0]
     assert runtime.launches["greedy_kernel"] > before[1]
-    for bad in (lambda x: x.item(), lambda x: x[x > 0], lambda x: torch.tensor([1]), lambda x: x.nonzero()):
-        with pytest.raises(AssertionError), Captured():
-            bad(torch.ones(1))
+    for bad in (
+        lambda x: x.item(), lambda x: x[x > 0], lambda x: torch.tensor([1]), lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(x.long()), lambda x: x.to("meta"),
+    ):  # fmt: skip
+        for mode in (torch.no_grad, torch.inference_mode):
+            with pytest.raises(AssertionError), mode(), Captured():
+                bad(torch.ones(1))
 
 
 def test_parts_of_a_step_are_timed_from_where_a_step_begins(small_pair, monkeypatch):

@@ -27,8 +27,9 @@ from kvlab.speculative import greedy_sample
 class Pass:
     """One forward pass over B sequences of ``q_len`` new tokens each, replayed from a graph where there is a GPU.
 
-    Shapes and units: ``tokens`` [B, q_len] int64 is where the new tokens have to stand; ``finish(tokens, logits)`` turns
-    them and the logits [B, q_len, vocab] float32 into what is wanted, on the device, ``result`` is what it gave last.
+    Shapes and units: ``tokens`` [B, q_len] int64 is where the new tokens have to stand; ``finish(tokens, logits)``
+    turns them and the logits [B, q_len, vocab] float32 into what is wanted, on the device; ``result`` is what it gave
+    last.
 
     Source: chapter 05; chapter 07 captures whole steps.
     """
@@ -89,7 +90,10 @@ class Pass:
 
 
 def best(tokens: Tensor, logits: Tensor) -> Tensor:
-    """The likeliest token after each of ``tokens``: logits [B, q_len, vocab] to [B, q_len] int64. Source: chapter 05."""
+    """The likeliest token after each of ``tokens``: logits [B, q_len, vocab] to [B, q_len] int64.
+
+    Source: chapter 05.
+    """
     return logits.argmax(dim=-1)
 
 

@@ -323,7 +323,7 @@ def kinds_of_steps(session: Session, server: Server, requests: list[Request], wa
         if kind not in kinds or kinds[kind][0] < keys:
             kinds[kind] = keys, lens
 
-    cost = RooflineCost(server.model.config, _hardware(session), overhead=0.01)  # about what a launch of all layers takes
+    cost = RooflineCost(server.model.config, _hardware(session), overhead=0.01)  # about what launches take
     simulate(_scheduler(server, BlockManager(BlockPool(_num_blocks(session), BLOCK_SIZE)), way), requests, cost, watch)
     return {kind: lens for kind, (_, lens) in kinds.items()}
 

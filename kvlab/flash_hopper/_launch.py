@@ -158,8 +158,8 @@ def forward(
     flash_hopper_kernel[(min(sms, bound),)](
         q_desc, k_desc, v_desc, out_desc, out, lse, sinks, block_table, order, _counter(q.device), cu_seqlens_q,
         cu_seqlens_k, seqused_k, 0 if block_table is None else block_table.stride(0), *strides, *rows, packs,
-        q_tiles if form == "dense" else 0, q_len, kv_len, num_tiles, max(1, 2 * sms // q_tiles), scale * (1.0 if softcap > 0 else LOG2E.value), softcap,
-        C=plan, num_warps=4,
+        q_tiles if form == "dense" else 0, q_len, kv_len, num_tiles, max(1, 2 * sms // q_tiles),
+        scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
     )  # fmt: skip
 
 
