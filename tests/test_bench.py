@@ -238,6 +238,14 @@ def test_a_race_refuses_bad_arguments(changes, match):
         race(**{"functions": {"a": print}, "device": "cpu", **changes})
 
 
+def test_what_a_call_has_done_is_taken_back_before_the_next():
+    calls: list[object] = []
+    assert measure(calls.append, device="cpu", seconds=0, min_count=3, reset=lambda: calls.append("reset")).count == 3
+    assert calls == ["reset", 0, "reset", 1, "reset", 2, "reset", 3]
+    with pytest.raises(ValueError, match="reset is given"):
+        measure(print, device="cuda", reset=print)
+
+
 def test_a_race_on_a_gpu_flushes_the_l2_and_replays_graphs(monkeypatch):
     """The part of a race that needs a GPU, with the GPU's events and graphs replaced by a log."""
     log: list[str] = []

@@ -65,11 +65,11 @@ class Pass:
             self.result = self._compute()
             return self.result
         self._copied = torch.cuda.current_stream().record_event()
-        self._calls += 1
         places = [buffer.device.data_ptr() for buffer in self.cache._buffers.values()] + [self.cache._columns]
         if places != self._places:  # another pass may have made them larger
-            self._graph, self._places = None, places
-        if self._graph is None and self._calls > 2:  # warm: kernels are compiled, tiles are chosen
+            self._graph, self._places, self._calls = None, places, 0
+        self._calls += 1
+        if self._graph is None and self._calls > 2:  # warm: kernels are compiled for these sizes, tiles are chosen
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
