@@ -8,6 +8,7 @@ and the speculative one alike, through the same paged cache and the same graphs.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -111,15 +112,25 @@ def judge(tokens: Tensor, logits: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """What a timed run did: ``texts`` the new tokens of each sequence, ``seconds`` of the loop, ``steps`` of it.
+    """What a timed run did: ``texts`` the new tokens of each sequence, ``seconds`` of the loop, ``times`` of its steps.
 
     ``accepted`` holds the accepted drafts of every sequence and step. Source: chapter 05.
     """
 
     texts: list[list[int]]
     seconds: float = 0.0
-    steps: int = 0
+    times: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps. Source: chapter 05."""
+        return len(self.times)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time of a step, which what else a machine does disturbs least. Source: chapter 05."""
+        return statistics.median(self.times)
 
     @property
     def tokens_per_second(self) -> float:
@@ -206,8 +217,9 @@ class Rounds:
             while min(len(text) - len(prompt) for text, prompt in zip(texts, self.prompts, strict=True)) < new:
                 if max(map(len, texts)) + self.gamma + 1 > self.longest:
                     break
+                begin = time.perf_counter()
                 done.accepted += step(texts)
-                done.steps += 1
+                done.times.append(time.perf_counter() - begin)  # a step ends with what it reads of the device
             self._wait()
             done.seconds = time.perf_counter() - start
         done.texts = [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]

@@ -265,7 +265,7 @@ def _race(
         plains.append(rounds.run(new, speculate=False))
         fasts.append(rounds.run(new, speculate=True))
         parts.append(rounds.parts(length + new // 2, session.seconds(0.1)))
-    plain, fast = (statistics.median(run.seconds / run.steps for run in runs) for runs in (plains, fasts))
+    plain, fast = (statistics.median(run.step_seconds for run in runs) for runs in (plains, fasts))
     tokens = statistics.mean(run.tokens_per_step for run in fasts)
     one, drafts, verify = (statistics.median(times) for times in zip(*parts, strict=True))
     ratio, verify_ratio = drafts / gamma / one, verify / one
