@@ -989,6 +989,24 @@ def test_parts_of_a_step_are_timed_from_where_a_step_begins(small_pair, monkeypa
             rounds.parts(length, 0.0)
 
 
+def test_both_loops_and_their_parts_are_timed_in_turns(small_pair, monkeypatch):
+    rounds, seen = Rounds(*small_pair, [[1, 2], [3, 4, 5]], 2, 60, imposed=1.0), []
+    for name in ("run", "parts"):
+        right = getattr(rounds, name)
+
+        def noted(*args, right=right, name=name, **options):
+            seen.append((name, options.get("speculate"), *args))
+            return right(*args, **options)
+
+        monkeypatch.setattr(rounds, name, noted)
+    both = rounds.compare(10, turns=2, seconds=0.0)
+    turn = [("run", False, 10), ("run", True, 10), ("parts", None, 8, 0.0)]
+    assert seen[2:] == 2 * turn
+    assert both.tokens_per_step == 3
+    assert both.speedup == pytest.approx(3 * both.plain / both.fast)
+    assert min(both.parts) > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not runtime.HAS_GPU, reason="needs a GPU")
 def test_rounds_replayed_from_graphs_write_what_plain_decoding_writes(small_pair):

@@ -154,6 +154,26 @@ class Parts(NamedTuple):
     verify: float
 
 
+class Comparison(NamedTuple):
+    """Both loops and the parts of their steps: medians over turns, in each of which all of them were timed.
+
+    Shapes and units: ``plain`` and ``fast`` in seconds a step, without drafts and with them, which give a sequence one
+    token and ``tokens_per_step``.
+
+    Source: chapter 05.
+    """
+
+    plain: float
+    fast: float
+    tokens_per_step: float
+    parts: Parts
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the loop with drafts writes. Source: chapter 05."""
+        return self.tokens_per_step * self.plain / self.fast
+
+
 class Rounds:
     """Greedy decoding of B prompts, plain or with a chain of drafts, after the prompts were read.
 
@@ -262,6 +282,29 @@ class Rounds:
 
         with torch.inference_mode():
             return Parts(*(timed(part) for part in (self._plain_step, self._draft, self._verify)))
+
+    def compare(self, new: int, *, turns: int = 3, seconds: float = 0.1) -> Comparison:
+        """Time both loops over ``new`` tokens, and their parts halfway, in turns: the speed of a machine drifts.
+
+        Shapes and units: about ``seconds`` of each part in each turn.
+
+        Raises: ValueError as ``parts``.
+
+        Source: chapter 05.
+        """
+        for speculate in (False, True):
+            self.run(min(new, 8 * (self.gamma + 1)), speculate=speculate)  # warm, and captured
+        halfway = max(map(len, self.prompts)) + new // 2
+        rows = [
+            (self.run(new, speculate=False), self.run(new, speculate=True), self.parts(halfway, seconds))
+            for _ in range(turns)
+        ]
+        plain, fast, parts = zip(*rows, strict=True)
+        return Comparison(
+            statistics.median(run.step_seconds for run in plain), statistics.median(run.step_seconds for run in fast),
+            statistics.mean(run.tokens_per_step for run in fast),
+            Parts(*map(statistics.median, zip(*parts, strict=True))),
+        )  # fmt: skip
 
     def _read(self, texts: list[list[int]]) -> None:
         """Put all of the prompts but their last tokens into both caches, and take the blocks of the longest text."""

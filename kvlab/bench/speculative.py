@@ -6,7 +6,6 @@ there acceptance is imposed, and every such record says so.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -258,27 +257,19 @@ def _race(
     batch, length = len(prompts), len(prompts[0])
     longest = length + 2 * new + 4 * (gamma + 1)
     rounds = Rounds(target, draft, prompts, gamma, longest, imposed=imposed)
-    for speculate in (False, True):
-        rounds.run(min(new, 8 * (gamma + 1)), speculate=speculate)  # warm, and captured
-    plains, fasts, parts = [], [], []
-    for _ in range(1 if session.quick else 3):  # in turns: a machine's speed drifts
-        plains.append(rounds.run(new, speculate=False))
-        fasts.append(rounds.run(new, speculate=True))
-        parts.append(rounds.parts(length + new // 2, session.seconds(0.1)))
-    plain, fast = (statistics.median(run.step_seconds for run in runs) for runs in (plains, fasts))
-    tokens = statistics.mean(run.tokens_per_step for run in fasts)
-    one, drafts, verify = (statistics.median(times) for times in zip(*parts, strict=True))
-    ratio, verify_ratio = drafts / gamma / one, verify / one
+    both = rounds.compare(new, turns=1 if session.quick else 3, seconds=session.seconds(0.1))
+    parts, tokens = both.parts, both.tokens_per_step
+    ratio, verify_ratio = parts.drafts / gamma / parts.plain, parts.verify / parts.plain
     shape: dict[str, int | float | str] = {
         "model": target.config.name, "draft": draft.config.name, "B": batch, "L": length, "new": new, "gamma": gamma,
         "acceptance": "measured" if imposed is None else "imposed",
         "alpha": imposed if imposed is not None else matching_alpha(tokens, gamma),
         "tokens_per_step": tokens, "cost_ratio": ratio, "verify_ratio": verify_ratio,
         "predicted": tokens * speculative.speedup(0, gamma, ratio, batch, verify_ratio=verify_ratio),
-        "plain_tokens_per_second": batch / plain,
+        "plain_tokens_per_second": batch / both.plain,
     }  # fmt: skip
     yield session.record(
-        "speculative.speedup", "chain", tokens * plain / fast, "times", shape=shape, dtype=target.dtype, ms=1e3 * fast
+        "speculative.speedup", "chain", both.speedup, "times", shape=shape, dtype=target.dtype, ms=1e3 * both.fast
     )
 
 
