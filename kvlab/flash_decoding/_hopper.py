@@ -563,7 +563,7 @@ def attend(q, qb, kb, vb, k_full, v_full, ring, told_full, portion, outputs, par
 
 
 @counted
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["batch"])  # a server's change every step
 def flash_decoding_hopper_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, cu_q, used, part_ptr, peak_ptr, total_ptr, arrived,
     table_row, q_token, q_head, out_token, out_head, lse_head, batch, kv_heads, scale, softcap, C: gl.constexpr,
