@@ -248,12 +248,12 @@ def by_impl(found: Mapping[tuple[Any, ...], Mapping[str, float]]) -> dict[str, t
 
 
 def table(
-    title: str, found: Mapping[tuple[Any, ...], Mapping[str, float]], axes: Sequence[str], *, base: Sequence[str]
+    title: str, found: Mapping[tuple[Any, ...], Mapping[str, float]], axes: Sequence[str], *, base: Sequence[str] = ()
 ) -> None:
     """Show what ``by_shape`` gave as a table: a row a shape, each value with, in parentheses, its ratio to the base.
 
     Shapes and units: ``title`` stands in the corner; ``axes`` name the entries of a shape; ``base`` names the
-    implementation to divide by, in order of preference. Nothing is shown where nothing was found.
+    implementation to divide by, in order of preference (none: no ratios). Nothing is shown where nothing was found.
 
     Source: chapter 03.
     """
@@ -744,6 +744,23 @@ def tiles(ax: Axes, q_len: int, kv_len: int, M: int, N: int, title: str = "") ->
     ax.plot(*(np.argwhere(seen.numpy()).T[::-1] + 0.5), ".", color=INK, ms=2)
     ax.set(title=title, xlabel="key", ylabel="query", xlim=(0, kv_len), ylim=(q_len, 0), yticks=range(0, q_len, M))
     ax.grid(False)
+
+
+def memory_maps(runs: Mapping[str, Sequence[Any]], *, alt: str, caption: str = "") -> None:
+    """Draw ``memory_map`` of several runs side by side, a title each, and show them.
+
+    Shapes and units: ``runs`` maps a title to its snapshots, as ``memory_map`` takes them.
+
+    Raises: ValueError where there are no runs, one has no states, or ``alt`` is empty.
+
+    Source: chapter 02.
+    """
+    if not runs:
+        raise ValueError("runs is empty; it must hold the states of one run or more")
+    fig, axes = figure(3.2 * len(runs), 3.2, columns=len(runs))
+    for ax, (title, states) in zip([axes] if len(runs) == 1 else axes, runs.items(), strict=True):
+        memory_map(ax, states, title)
+    show(fig, alt=alt, caption=caption)
 
 
 def fit_exponent(x: Sequence[float], y: Sequence[float]) -> float:
