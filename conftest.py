@@ -2,13 +2,26 @@
 
 nbval runs the cells of the chapters. Left to itself it passes a line magic that does not exist, a cell tagged
 ``raises-exception`` that raises nothing, and a notebook that was committed without ever being run.
+
+Every test begins with the same random numbers, whichever tests its process ran before.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator
 
+import numpy as np
 import pytest
+import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if isinstance(item, pytest.Function):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,13 +25,28 @@ def demo(monkeypatch):
 
     @checker("98.2")
     def _(function):
-        rng = random.Random()
+        rng = random.Random(exercises.SEED)
         cases = [(rng.randint(0, 99), rng.randint(1, 9)) for _ in range(30)]
         same_function(function, lambda tokens, page: -(-tokens // page), cases)
 
     @checker("98.10")
     def _(answer):
         close(answer, torch.arange(6.0).reshape(2, 3))
+
+
+def test_an_answer_is_judged_alike_every_time(demo):
+    @checker("98.3")
+    def _(function):
+        function(random.Random(exercises.SEED).random(), torch.rand(()).item())
+
+    drawn = []
+    for _ in range(2):
+        torch.rand(3)  # what the reader drew before does not matter
+        exercises.check("98.3", lambda *numbers: drawn.append(numbers))
+    assert drawn[0] == drawn[1]
+    before = torch.random.get_rng_state()
+    exercises.check("98.3", lambda *numbers: None)
+    assert torch.equal(torch.random.get_rng_state(), before), "the reader's own random numbers went on"
 
 
 def test_right_and_not_yet(demo, capsys):

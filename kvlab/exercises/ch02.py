@@ -1,4 +1,4 @@
-"""Checkers of chapter 02: pools, tables and poisoned pages drawn anew each time; no stored outputs."""
+"""Checkers of chapter 02: pools, tables and poisoned pages, drawn by one seed; no stored outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlab import runtime
-from kvlab.exercises import ExerciseError, _NotYet, checker, integer, launching
+from kvlab.exercises import SEED, ExerciseError, _NotYet, checker, integer, launching
 from kvlab.paged import BlockManager, BlockPool, OutOfBlocks
 
 _PROMPT, _BLOCK_SIZE, _SEQUENCES, _WRITTEN = 37, 16, 4, 20
@@ -60,7 +60,7 @@ def blocks_in_use(answer: Any) -> None:
 @checker("02.2")
 def slot_mapping(function: Callable[..., Any]) -> None:
     """Flat slots of new tokens: table, past, new, block_size. Raises: ExerciseError.  Source: chapter 02."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [(0, 5, 4), (3, 2, 4), (4, 4, 4), (7, 1, 16), (15, 1, 16), (16, 1, 16), (10, 9, 5), (2, 3, 1), (6, 0, 3)]
     cases += [(rng.randint(0, 40), rng.randint(1, 30), rng.choice([1, 3, 5, 8, 16])) for _ in range(12)]
     for past, new, size in cases:
@@ -139,7 +139,7 @@ def _table_of(table: Any, what: str) -> None:
 @checker("02.3")
 def write_token(function: Callable[..., Any]) -> None:
     """Copy-on-write of one token: pool, table, length. Raises: ExerciseError.  Source: chapter 02."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [(4, 0, 1), (4, 3, 1), (4, 3, 2), (4, 4, 2), (4, 6, 3), (16, 37, 4), (1, 2, 2)]
     cases += [(rng.choice([1, 3, 4]), rng.randint(0, 13), rng.randint(1, 4)) for _ in range(20)]
     for size, length, owners in cases:
@@ -373,7 +373,7 @@ def gather_kernel(kernel: Any) -> None:
     if inner is kernel or not callable(inner):
         shown = getattr(kernel, "__wrapped__", kernel)
         raise ExerciseError(f"the answer is of type {type(shown).__name__}; it must be a kernel under @triton.jit")
-    rng = random.Random()
+    rng = random.Random(SEED)
     shapes = [([5, 0, 1], 4, 8), ([4, 8], 4, 5), ([3, 7, 2], 3, 24), ([2, 3], 1, 1), ([9], 16, 33)]
     for _ in range(3):
         used = [rng.randint(0, 9) for _ in range(rng.randint(1, 3))]
@@ -390,7 +390,7 @@ def gather_kernel(kernel: Any) -> None:
 @checker("02.5")
 def truncate(function: Callable[..., Any]) -> None:
     """Drop tail tokens: table, length, new_length, block_size, pool. Raises: ExerciseError.  Source: chapter 02."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [
         (4, 8, 4, 1),
         (4, 8, 0, 1),

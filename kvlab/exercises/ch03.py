@@ -1,4 +1,4 @@
-"""Checkers of chapter 03: sizes, scores and poisoned memory drawn anew each time; no stored outputs."""
+"""Checkers of chapter 03: sizes, scores and poisoned memory, drawn by one seed; no stored outputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab import reference, runtime
 from kvlab.exercises import (
+    SEED,
     ExerciseError,
     Tried,
     checker,
@@ -80,7 +81,7 @@ _BYTES: dict[str, dict[str, Callable[..., float]]] = {
 @checker("03.1")
 def hbm_bytes(function: Callable[..., Any]) -> None:
     """Bytes that attention moves, materialised and in tiles: L, H, D, M. Raises: ExerciseError.  Source: chapter 03."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [(4096, 32, 128, 128), (1000, 3, 40, 64), (64, 1, 16, 64), (40, 1, 16, 64), (1, 8, 64, 16), (0, 4, 64, 64)]
     for _ in range(20):
         L = rng.randint(1, 100_000)
@@ -140,7 +141,7 @@ def count_tiles(function: Callable[..., Any]) -> None:
 
     Held against the mask itself, counted tile by tile.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     names = ("skipped", "masked", "free")
     cases = [
         (4, 4, 2, 2, -1), (2, 6, 2, 2, -1), (6, 2, 2, 2, -1), (4, 5, 2, 2, -1), (3, 6, 2, 2, -1), (0, 4, 2, 2, -1),
@@ -175,7 +176,7 @@ def count_tiles(function: Callable[..., Any]) -> None:
 @checker("03.3")
 def online_softmax_step(function: Callable[..., Any]) -> None:
     """(m [M], l [M], acc [M, D]) after one more tile. Raises: ExerciseError.  Source: chapter 03."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     for _ in range(3):
         rows, keys, size = rng.randint(2, 5), rng.randint(8, 14), rng.randint(1, 4)
         scores, values = 3 * torch.randn(rows, keys), torch.randn(keys, size)
@@ -400,7 +401,7 @@ def flash_kernel(kernel: Any) -> None:
     on = where_to_launch("03.4", kernel)
     if on is None:
         return _flash_in_torch(kernel)
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [
         (1, 1, 16, 16, 16), (16, 16, 16, 16, 16), (32, 32, 16, 32, 16), (5, 37, 16, 16, 16), (37, 5, 16, 16, 32),
         (3, 0, 16, 16, 16), (33, 40, 32, 16, 32), (40, 33, 32, 32, 16),
@@ -466,7 +467,7 @@ class _Largest(TorchDispatchMode):
 
 def _flash_in_torch(function: Callable[..., Any]) -> None:
     """The same exercise as a function of (q, k, v, scale, M, N): q [Lq, D], k and v [Lk, D]; gives [Lq, D]."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [
         (1, 1, 16, 16),
         (32, 32, 8, 8),

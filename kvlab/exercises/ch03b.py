@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from kvlab.exercises import ExerciseError, checker, integer, near, number, whole
+from kvlab.exercises import SEED, ExerciseError, checker, integer, near, number, whole
 
 # --- which unit limits ---------------------------------------------------------------------------------------------
 
@@ -15,7 +15,7 @@ from kvlab.exercises import ExerciseError, checker, integer, near, number, whole
 @checker("03b.1")
 def block_cycles(function: Callable[..., Any]) -> None:
     """(tensor, exp, limit) of one block: M, N, D, flops, exps a cycle. Raises: ExerciseError.  Source: chapter 03b."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     chips = [(4096, 16), (8192, 16), (8192, 32), (1024, 16)]
     cases = [(128, 128, D, *chip) for D in (64, 128, 256) for chip in chips[:2]]
     while len(cases) < 30:
@@ -78,7 +78,7 @@ def kv_buffers(function: Callable[..., Any]) -> None:
 
     Source: chapter 03b.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     hopper = 227 * 1024
     cases = [(D, 128, N, 2, hopper) for D, N in ((128, 128), (128, 176), (64, 128), (256, 80), (256, 128))]
     cases += [(128, 128, 128, 1, hopper), (256, 512, 128, 2, hopper), (256, 448, 8, 2, hopper)]
@@ -128,7 +128,7 @@ def schedule(function: Callable[..., Any]) -> None:
 
     Source: chapter 03b.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases: list[tuple[str, list[int], int]] = [
         ("no tile", [], 3), ("one tile", [5], 3), ("three equal tiles", [4, 4, 4], 3), ("one program", [3, 1, 2], 1),
         ("four tiles", [1, 2, 3, 4], 2),
@@ -373,7 +373,7 @@ def _producer(blocks: int, buffers: int) -> Iterator[Any]:
 @checker("03b.4")
 def phases(function: Callable[..., Any]) -> None:
     """(buffer, empty parity, full parity) of block i: i, buffers. Raises: ExerciseError.  Source: chapter 03b."""
-    rng = random.Random()
+    rng = random.Random(SEED)
     for buffers in (1, 2, 3, 4, rng.randint(5, 7)):
         for blocks in sorted({1, buffers, buffers + 1, 2 * buffers + 1, 4 * buffers + rng.randint(0, 3)}):
             places = []
@@ -420,7 +420,7 @@ def consumer(function: Callable[..., Any]) -> None:
 
     Source: chapter 03b.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     lists = [[1], [4], [2, 2], [3, 2], [1, 1, 1, 1, 1], [0, 3, 0, 1], []]
     lists += [[rng.randint(0, 7) for _ in range(rng.randint(1, 5))] for _ in range(4)]
     for buffers in (2, 3, 4):

@@ -1,4 +1,4 @@
-"""Checkers of chapter 04: splits, merges and poisoned memory drawn anew each time; no stored outputs."""
+"""Checkers of chapter 04: splits, merges and poisoned memory, drawn by one seed; no stored outputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvlab import reference
 from kvlab.exercises import (
+    SEED,
     ExerciseError,
     Tried,
     checker,
@@ -70,7 +71,7 @@ def decode_bytes(function: Callable[..., Any]) -> None:
 
     Source: chapter 04.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases: list[tuple[Any, ...]] = [
         ([131072], 33, 32, 8, 128, 1), ([5, 1, 0], 4, 8, 2, 64, 1), ([4096] * 3, 1, 32, 8, 128, 1),
         ([], 8, 8, 8, 64, 1), ([300], 8, 32, 4, 64, 5),
@@ -159,7 +160,7 @@ def merge_parts(function: Callable[..., Any]) -> None:
 
     Source: chapter 04.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     for kind in (*_KINDS, *_KINDS):
         splits = 1 if kind == "plain" and rng.random() < 0.5 else rng.randint(2, 9)
         outs, lses = _states(rng, splits, rng.randint(2, 6), rng.randint(1, 5), kind)
@@ -178,7 +179,7 @@ def deal_fairly(function: Callable[..., Any]) -> None:
 
     Held to what a deal must be, not to one deal. Source: chapter 04.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases = [([10], 3, 2), ([7], 1, 4), ([64, 1, 1], 4, 4), ([0], 2, 4), ([], 2, 4), ([99, 0, 3], 7, 16), ([9], 50, 2)]
     for _ in range(60):
         lengths = [rng.randint(0, rng.choice([5, 40, 1000])) for _ in range(rng.randint(1, 12))]
@@ -231,7 +232,7 @@ def merge_kernel(kernel: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 04.
     """
-    on, rng = where_to_launch("04.4", kernel), random.Random()
+    on, rng = where_to_launch("04.4", kernel), random.Random(SEED)
     cases = [(1, 1, 16, 1, "plain"), (2, 4, 16, 4, "plain"), (3, 5, 16, 4, "plain"), (5, 3, 32, 8, "nothing first")]
     for kind in _KINDS:
         cases.append((rng.randint(2, 9), rng.randint(2, 20), rng.choice([16, 32]), rng.choice([2, 4, 16]), kind))

@@ -1,4 +1,4 @@
-"""Checkers of chapter 06: queues, lengths and times drawn anew each time; no stored outputs."""
+"""Checkers of chapter 06: queues, lengths and times, drawn by one seed; no stored outputs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlab.exercises import (
+    SEED,
     ExerciseError,
     Tried,
     checker,
@@ -81,7 +82,7 @@ def chunk_costs(function: Callable[..., Any]) -> None:
 
     Source: chapter 06.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases: list[tuple[int, ...]] = [(16384, 544, 32), (1024, 64, 1), (1, 8, 0), (100, 50, 0), (7, 5, 4)]
     for _ in range(30):
         running = rng.randint(1, 64)
@@ -114,7 +115,7 @@ def latencies(function: Callable[..., Any]) -> None:
 
     Source: chapter 06.
     """
-    rng, cases = random.Random(), [(2.0, [5.0, 6.0, 9.0]), (0.0, [0.5]), (1.0, [3.0, 3.5])]
+    rng, cases = random.Random(SEED), [(2.0, [5.0, 6.0, 9.0]), (0.0, [0.5]), (1.0, [3.0, 3.5])]
     for _ in range(20):
         arrival, now = rng.uniform(0, 10), 0.0
         times = [now := (now or arrival) + rng.uniform(0.01, 2) for _ in range(rng.randint(1, 12))]
@@ -165,7 +166,7 @@ def plan_step(function: Callable[..., Any]) -> None:
 
     Source: chapter 06.
     """
-    rng = random.Random()
+    rng = random.Random(SEED)
     cases: list[tuple[list[tuple[int, int]], int, int]] = [
         ([(0, 100), (9, 10), (20, 21)], 10, 100), ([(0, 100), (0, 7), (0, 3)], 16, 8), ([(4, 5)], 1, 1),
         ([(0, 1), (5, 6), (0, 9)], 2, 4), ([], 8, 8), ([(0, 5)] * 3, 100, 100), ([(0, 4), (0, 1)], 4, 100),
@@ -218,7 +219,7 @@ def slots_kernel(kernel: Any) -> None:
 
     Raises: ExerciseError.  Source: chapter 06.
     """
-    on, rng = where_to_launch("06.4", kernel), random.Random()
+    on, rng = where_to_launch("06.4", kernel), random.Random(SEED)
     cases = [([1], [64]), ([1], [5]), ([5], [5]), ([1, 0, 20], [9, 3, 33]), ([64, 1], [64, 1])]
     cases += [_mixed(rng) for _ in range(4)]
     for i, (q_lens, lens) in enumerate(cases):
