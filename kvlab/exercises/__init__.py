@@ -96,8 +96,8 @@ def outcome(exercise: str, answer: Any) -> str:
     if _unsolved(answer):
         return "not yet"
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if runtime.HAS_GPU else []):
-            torch.manual_seed(SEED)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(SEED)  # of every GPU too
             _CHECKERS[exercise](_guarded(answer))
     except _NotYet:
         return "not yet"

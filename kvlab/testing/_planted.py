@@ -88,16 +88,7 @@ def assert_caught(check: Callable[[Any], Any], fn: Any, bugs: Mapping[str, Any],
     """
     if not bugs:
         raise ValueError("bugs is empty; name at least one")
-    original = fn
-    if give is not None and not isinstance(fn, str):
-        original = getattr(sys.modules[sources.unwrap(fn).__module__], give)
-    elif not isinstance(fn, str) and "<locals>" not in sources.unwrap(fn).__qualname__:
-        inner = sources.unwrap(fn)
-        if "." in inner.__qualname__:  # of a method, its class
-            original = getattr(sys.modules[inner.__module__], inner.__qualname__.split(".")[0])
-    elif isinstance(fn, str):
-        original = getattr(_module(fn, "text", {}), give or "")
-    check(original)
+    check(_original(fn, give))
     unnoticed = []
     for name, bug in bugs.items():
         variant = planted(fn, bug, give=give) if isinstance(bug, tuple | list) else bug
@@ -108,6 +99,17 @@ def assert_caught(check: Callable[[Any], Any], fn: Any, bugs: Mapping[str, Any],
             continue
         unnoticed.append(name)
     assert not unnoticed, f"planted bugs that the check does not notice: {', '.join(unnoticed)}"
+
+
+def _original(fn: Any, give: str | None) -> Any:
+    """What ``planted`` gives, but unchanged: of a method, its class."""
+    if isinstance(fn, str):
+        return getattr(_module(fn, "text", {}), give or "")
+    inner = sources.unwrap(fn)
+    outer, *within = inner.__qualname__.split(".")
+    if give is None and (not within or "<locals>" in within):
+        return fn
+    return getattr(sys.modules[inner.__module__], give or outer)
 
 
 def _replaced(text: str, pairs: Iterable[tuple[str, str]], what: str) -> str:
