@@ -1,11 +1,12 @@
 """Split-KV decoding for Hopper, in Gluon: a CTA has two warps that load pages and four that compute.
 
-All blocks of keys of all items (a sequence and a KV head) stand in one line, which is cut into equal shares, one a CTA.
-But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth is left over,
-in a line of its own, and whoever is done takes chunks of that one. A share or a chunk covers the end of one item, whole
-items, and the beginning of another; whoever brings the last piece of an item merges its pieces. The cuts depend on
-nothing but lengths, so results do not depend on who took what. Chapter 04 tells why; the device functions of chapter
-03b are used again.
+For each KV head all blocks of keys of all sequences stand in a line, which is cut into equal shares, one a CTA. Heads
+take turns: neighbouring CTAs read the same keys of neighbouring heads, which lie side by side in memory, at about the
+same time. But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth is
+left over, in a line of its own, and whoever is done takes chunks of that one. A share or a chunk covers the end of one
+item (a sequence and a KV head), whole items, and the beginning of another; whoever brings the last piece of an item
+merges its pieces. The cuts depend on nothing but lengths, so results do not depend on who took what. Chapter 04 tells
+why; the device functions of chapter 03b are used again.
 """
 
 from __future__ import annotations
@@ -153,41 +154,40 @@ def share_of(work, C: gl.constexpr):
     Source: chapter 04; stream-K, and FlashInfer's scheduler.
     """
     batch, kv_heads = work[2], work[3]
+    group = gl.program_id(0) // kv_heads
+    groups = gl.num_programs(0) // kv_heads
     ALL: gl.constexpr = gl.BlockedLayout([C.batch // 128 if C.batch > 128 else 1], [32], [4], [0])
     seqs = gl.arange(0, C.batch, ALL)
     _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
-    programs = gl.num_programs(0)
-    total = gl.sum(blocks, 0) * kv_heads
+    total = gl.sum(blocks, 0)
     left = total * 0
     chunk = total * 0
     if C.chunked:
-        left = gl.where(total >= ENOUGH * programs, gl.sum(left_over(seqs, blocks), 0) * kv_heads, 0)
-        chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, CHUNKS * programs), LEAST_CHUNK), 0)
+        left = gl.where(total >= ENOUGH * groups, gl.sum(left_over(seqs, blocks), 0), 0)
+        chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, CHUNKS * groups), LEAST_CHUNK), 0)
         total -= left
-    share = gl.maximum(gl.cdiv(total, programs), 1)
-    at = gl.program_id(0) * share
+    share = gl.maximum(gl.cdiv(total, groups), 1)
+    at = group * share
     own, over = parts_of(seqs, blocks, chunk, C)
-    before = gl.associative_scan(own, 0, add) * kv_heads <= at
+    before = gl.associative_scan(own, 0, add) <= at
     seq = gl.sum(before.to(gl.int32), 0)
-    begin = gl.sum(gl.where(before, own, 0), 0) * kv_heads
+    begin = gl.sum(gl.where(before, own, 0), 0)
     late = total * 0
     if C.chunked:
-        late = gl.sum(gl.where(before, over, 0), 0) * kv_heads
-    each = gl.maximum(gl.sum(gl.where(seqs == seq, own, 0), 0), 1)
-    rest = at - begin
+        late = gl.sum(gl.where(before, over, 0), 0)
     count = gl.maximum(gl.minimum(share, total - at), 0)
-    return (seq, rest // each, rest % each, count, batch * 0, begin, late, share, chunk), left
+    return (seq, gl.program_id(0) % kv_heads, at - begin, count, batch * 0, begin, late, share, chunk), left
 
 
 @gluon.jit
-def find_chunk(at, count, share, chunk, work, C: gl.constexpr):
-    """The portion of ``count`` blocks from number ``at`` on of the line of chunks: its sequence, KV head and block of
-    theirs in that line; how many blocks; which line, 0 for shares and 1 for chunks; where the sequence begins in either
-    line; and the size of shares and of chunks.
+def find_chunk(head, at, count, share, chunk, work, C: gl.constexpr):
+    """The portion of ``count`` blocks from number ``at`` on of a KV head's line of chunks: its sequence, the head and
+    the sequence's block in that line; how many blocks; which line, 0 for shares and 1 for chunks; where the sequence
+    begins in either line; and the size of shares and of chunks.
 
     Source: chapter 04.
     """
-    batch, kv_heads = work[2], work[3]
+    batch = work[2]
     ALL: gl.constexpr = gl.BlockedLayout([C.looked // 32], [32], [1], [0])
     seq = at * 0
     begin = at * 0
@@ -197,40 +197,29 @@ def find_chunk(at, count, share, chunk, work, C: gl.constexpr):
         seqs = base + gl.arange(0, C.looked, ALL)
         _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
         own, over = parts_of(seqs, blocks, chunk, C)
-        before = passed + gl.associative_scan(over, 0, add) * kv_heads <= at
-        passed += gl.sum(over, 0) * kv_heads
+        before = passed + gl.associative_scan(over, 0, add) <= at
+        passed += gl.sum(over, 0)
         seq += gl.sum(before.to(gl.int32), 0)
-        begin += gl.sum(gl.where(before, own, 0), 0) * kv_heads
-        late += gl.sum(gl.where(before, over, 0), 0) * kv_heads
-    seq = gl.minimum(seq, batch - 1)
-    _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, True, work, C)
-    _own, over = parts_of(seq, blocks, chunk, C)
-    each = gl.maximum(over, 1)
-    return seq, (at - late) // each, (at - late) % each, count, batch * 0 + 1, begin, late, share, chunk
+        begin += gl.sum(gl.where(before, own, 0), 0)
+        late += gl.sum(gl.where(before, over, 0), 0)
+    return gl.minimum(seq, batch - 1), head, at - late, count, batch * 0 + 1, begin, late, share, chunk
 
 
 @gluon.jit
-def next_item(seq, head, begin, late, line, chunk, work, C: gl.constexpr):
-    """The item after this one that has blocks in this line: the next KV head, or the first of a later sequence; and
-    where its sequence begins in either line.
-
-    Source: chapter 04.
-    """
-    batch, kv_heads = work[2], work[3]
-    head += 1
-    if head == kv_heads:
-        head = head * 0
-        more = head == 0
-        while more:
-            _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk, C)
-            begin += own * kv_heads
-            late += over * kv_heads
-            seq += 1
-            _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk, C)
-            more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
-    return seq, head, begin, late
+def next_sequence(seq, begin, late, line, chunk, work, C: gl.constexpr):
+    """The next sequence that has blocks in this line, and where it begins in either line. Source: chapter 04."""
+    batch = work[2]
+    more = seq >= 0
+    while more:
+        _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
+        own, over = parts_of(seq, blocks, chunk, C)
+        begin += own
+        late += over
+        seq += 1
+        _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
+        own, over = parts_of(seq, blocks, chunk, C)
+        more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
+    return seq, begin, late
 
 
 # --- what the warps of a CTA tell each other --------------------------------------------------------------------------
@@ -284,7 +273,7 @@ def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexp
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
+            seq, begin, late = next_sequence(seq, begin, late, line, chunk, work, C)
     return n
 
 
@@ -296,9 +285,10 @@ def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table,
     Source: chapter 04.
     """
     share, chunk = portion[7], portion[8]
+    kv_heads = work[3]
     chunks = left * 0
     if chunk > 0:
-        chunks = gl.cdiv(left, chunk)
+        chunks = gl.cdiv(left, chunk) * kv_heads
     n = 0
     heard = 0
     more = (portion[3] > 0) | (chunks > 0)
@@ -306,14 +296,14 @@ def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table,
         n = load_portion(desc, full, buffers, portion, n, table, work, K_FREE, C)
         more = chunks > 0
         if C.chunked:
-            at = left * 0
+            number = left * 0
             if more:
                 number = gl.atomic_add(taken, 1)
                 if number == chunks + gl.num_programs(0) - 1:  # nobody comes after: ready for the next launch
                     gl.store(taken, 0)
-                at = number * chunk
+            at = number // kv_heads * chunk  # heads take turns, as they do among the shares
             count = gl.where(more, gl.maximum(gl.minimum(chunk, left - at), 0), 0)
-            portion = find_chunk(at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails there
+            portion = find_chunk(number % kv_heads, at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails
             if more:
                 announce(ring, told_full, heard, portion, C)
             heard += 1
@@ -454,16 +444,17 @@ def finish_item(acc, total, peak, portion, parted, lengths, outputs, parts, arri
     total = gl.convert_layout(gl.sum(total, 1), ROW)
     peak = gl.convert_layout(peak, ROW)
     rows = gl.arange(0, C.M, ROW)
-    begin += head * own
-    late += head * over
     cut, pieces = cuts(begin, own, share)
     late_cut, late_pieces = cuts(late, over, chunk)
     if pieces + late_pieces == 1:
         write_out(acc, total, peak, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
     else:
-        item = seq * work[3] + head
-        late_slot = gl.num_programs(0) + work[2] * work[3] + item
-        mine = gl.where(line == 1, late_slot + (late + block) // gl.maximum(chunk, 1), item + (begin + block) // share)
+        batch, kv_heads = work[2], work[3]
+        groups = gl.num_programs(0) // kv_heads
+        item = head * batch + seq
+        slot = head * groups + item
+        late_slot = kv_heads * (groups + batch) + head * groups * CHUNKS + item
+        mine = gl.where(line == 1, late_slot + (late + block) // gl.maximum(chunk, 1), slot + (begin + block) // share)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
         live = rows < gl.minimum(q_len * C.group, C.live)  # a bound that was too small does not write outside
         at = mine * C.live + rows
@@ -475,7 +466,7 @@ def finish_item(acc, total, peak, portion, parted, lengths, outputs, parts, arri
         counter = arrived + item
         if gl.atomic_add(counter, 1, sem="acq_rel") == pieces + late_pieces - 1:
             gl.store(counter, 0)  # for the next launch
-            slots = (item + cut, pieces, late_slot + late_cut)
+            slots = (slot + cut, pieces, late_slot + late_cut)
             merge_pieces(pieces + late_pieces, slots, first, q_len, head, parts, outputs, C)
 
 
@@ -540,7 +531,7 @@ def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, ar
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
+            seq, begin, late = next_sequence(seq, begin, late, line, chunk, work, C)
     return n
 
 
