@@ -303,7 +303,8 @@ def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table,
                     gl.store(taken, 0)
             at = number // kv_heads * chunk  # heads take turns, as they do among the shares
             count = gl.where(more, gl.maximum(gl.minimum(chunk, left - at), 0), 0)
-            portion = find_chunk(number % kv_heads, at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails
+            head = number % kv_heads
+            portion = find_chunk(head, at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails there
             if more:
                 announce(ring, told_full, heard, portion, C)
             heard += 1
