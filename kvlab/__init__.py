@@ -15,17 +15,18 @@ from kvlab import runtime as runtime
 if TYPE_CHECKING:
     from kvlab.source import show as show
     from kvlab.source import show_diff as show_diff
+    from kvlab.source import show_of as show_of
 
 __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
     parts = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
-    return sorted([*parts, "show", "show_diff", "__version__"])
+    return sorted([*parts, "show", "show_diff", "show_of", "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("show", "show_diff"):
+    if name in ("show", "show_diff", "show_of"):
         return getattr(importlib.import_module("kvlab.source"), name)
     if name.startswith("_"):
         raise AttributeError(f"module 'kvlab' has no attribute {name!r}")

@@ -12,6 +12,7 @@ A program is a generator of steps::
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -94,3 +95,20 @@ def queue(work: Iterable[tuple[float, str]], places: int) -> tuple[list[list[Spa
         heapq.heappush(free, (start + time, place))
         last = max(last, start + time)
     return lanes, last
+
+
+def pieces(blocks: Mapping[str, int], size: int) -> list[tuple[int, int, str]]:
+    """Items laid end to end in a line that is cut into equal shares; a piece ends where a share does, or an item.
+
+    Shapes and units: ``blocks`` of each item, 0 or more; ``size`` blocks a share; gives (first block, past its last,
+    item) of each piece, blocks counted along the line.
+
+    Raises: ValueError for a share without a block, or an item of fewer than none.
+
+    Source: chapter 04; stream-K (Osama et al. 2023).
+    """
+    if size < 1 or min(blocks.values(), default=0) < 0:
+        raise ValueError(f"size is {size} and blocks {dict(blocks)}; they must be 1 or more, and 0 or more")
+    ends = list(itertools.accumulate(blocks.values()))
+    bounds = itertools.pairwise(sorted({0, *ends, *range(0, ends[-1] if ends else 0, size)}))
+    return [(a, b, next(item for item, end in zip(blocks, ends, strict=True) if a < end)) for a, b in bounds]

@@ -1,6 +1,7 @@
 """Show the library's own source in a chapter, so that no chapter holds a copy of it.
 
-``show(fn)`` and ``show_diff(old, new)`` take functions, classes, methods and Triton kernels, however decorated.
+``show(fn)`` and ``show_diff(old, new)`` take functions, classes, methods and Triton kernels, however decorated;
+``show_of(module, name)`` takes their names, for modules that do not load on every machine.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import html
+import importlib
 import inspect
 import textwrap
 from pathlib import Path
@@ -82,6 +84,22 @@ def show(obj: Any, *, docstring: bool = False) -> None:
     fence = "`" * max(3, _longest_ticks(code) + 1)
     bundle = {"text/plain": f"# {where}\n{code}", "text/markdown": f"`{where}`\n\n{fence}python\n{code}\n{fence}"}
     display.emit(bundle)
+
+
+def show_of(module: str, *names: str) -> None:
+    """Show functions of a module that may not load on every machine; where it does not, say where they are.
+
+    Raises: AttributeError where the module has no such function.
+
+    Source: chapter 04.
+    """
+    try:
+        found = importlib.import_module(module)
+    except ImportError:  # no Triton on this machine, or one without Gluon
+        print(f"{', '.join(names)}: see {module.replace('.', '/')}.py")
+        return
+    for name in names:
+        show(getattr(found, name))
 
 
 def show_diff(old: Any, new: Any, *, docstring: bool = False) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab import bench, flash_decoding, paged, reference, runtime, speculative
 from kvlab import config as configs
@@ -40,7 +41,7 @@ from kvlab.bench import (
     table,
 )
 from kvlab.bench.__main__ import main
-from kvlab.bench._rounds import Rounds
+from kvlab.bench._rounds import Pass, Rounds
 from kvlab.bench._session import commit
 from kvlab.bench.speculative import matching_alpha
 from kvlab.generate import generate
@@ -235,6 +236,14 @@ def test_a_race_gives_the_time_of_one_call(monkeypatch):
 def test_a_race_refuses_bad_arguments(changes, match):
     with pytest.raises(ValueError, match=match):
         race(**{"functions": {"a": print}, "device": "cpu", **changes})
+
+
+def test_what_a_call_has_done_is_taken_back_before_the_next():
+    calls: list[object] = []
+    assert measure(calls.append, device="cpu", seconds=0, min_count=3, reset=lambda: calls.append("reset")).count == 3
+    assert calls == ["reset", 0, "reset", 1, "reset", 2, "reset", 3]
+    with pytest.raises(ValueError, match="reset is given"):
+        measure(print, device="cuda", reset=print)
 
 
 def test_a_race_on_a_gpu_flushes_the_l2_and_replays_graphs(monkeypatch):
@@ -681,7 +690,7 @@ def test_decode_measures_every_implementation_that_can_run_here():
         impls = {r.impl for r in records if r.bench == f"decode.{part}"}
         assert "kvlab torch" in impls
         assert ("kvlab triton" in impls) == runtime.can_launch("cpu")
-    assert "naive (torch)" in {r.impl for r in records if r.bench == "decode.naive"}
+    assert {"naive (torch)", "naive, heads copied (torch)"} <= {r.impl for r in records if r.bench == "decode.naive"}
     assert {r.shape["num_splits"] for r in records if r.bench == "decode.splits"} == {0, 1, 3}
     assert {r.impl.partition(", ")[2] for r in records if r.bench == "decode.launches"} == {
         "plain launches",
@@ -690,6 +699,35 @@ def test_decode_measures_every_implementation_that_can_run_here():
     assert all(r.error is not None for r in records if r.bench != "decode.read")
     if runtime.can_launch("cpu"):
         assert runtime.launches["flash_decoding_kernel"] > 0
+
+
+def test_naive_decodes_are_attention():
+    from kvlab import reference
+    from kvlab.bench import decode
+
+    q, (k, v) = torch.randn(2, 1, 6, 16), torch.randn(2, 2, 3, 9, 16)
+    want = torch.cat([reference.attend_one(q[b], k[b].transpose(0, 1), v[b].transpose(0, 1))[0][None] for b in (0, 1)])
+    for way in (decode.naive, decode.copying):
+        torch.testing.assert_close(way(q, k, v), want.float())
+
+
+@pytest.mark.parametrize(
+    ("rule", "programs", "length", "splits"),
+    [
+        ("flash_attention", 8, 131072, 15),  # 120 programs of 132
+        ("flash_attention", 106, 131072, 1),  # 80 % have work
+        ("flash_attention", 8, 512, 1),  # four blocks of 128
+        ("flashinfer", 8, 131072, 33),
+        ("flashinfer", 8, 1024, 8),  # no chunk is shorter than 128
+        ("flashinfer", 512, 4096, 1),
+        ("flex_decoding", 8, 1, 32),
+        ("flex_decoding", 512, 131072, 1),
+    ],
+)
+def test_published_rules(rule, programs, length, splits):
+    from kvlab.bench import _split_rules
+
+    assert getattr(_split_rules, rule)(programs, length, 132) == splits
 
 
 def test_decode_counts_live_keys_and_values():
@@ -843,6 +881,26 @@ def test_timed_steps_are_the_steps_they_are_said_to_be():
     assert max(s.decodes for s in shapes) == 128
 
 
+def test_a_step_of_each_kind_is_run_before_the_clock():
+    session = Session("cpu", quick=True)
+    server = scheduler.Server.build(session)
+    kinds = scheduler.kinds_of_steps(session, server, scheduler.fixed(session), scheduler.WAYS["chunked 512"])
+    assert {new for _, _, new, _ in kinds} >= {1, 32}
+    assert {many for many, _, _, _ in kinds} == {1, 2}
+    ran = []
+    for (many, _, new, _), lens in kinds.items():
+        assert (many == 1) == (len(lens) == 1)
+        assert min(32, max(q for q, _ in lens)) > new // 2
+        ran.append(len(server.fill(lens).requests))
+        for i in range(len(lens)):
+            server.cache.free(i)
+    assert max(ran) == 4
+    warm: set[tuple[int, ...]] = set()
+    scheduler._warm(session, server, scheduler.fixed(session), scheduler.WAYS["chunked 512"], warm)
+    assert warm == set(kinds)
+    assert server.cache.manager.seq_ids == []
+
+
 # --- speculation -----------------------------------------------------------------------------------------------------
 
 
@@ -885,6 +943,98 @@ def test_rounds_write_what_plain_decoding_writes(small_pair, gamma):
             if speculate:
                 assert run.steps < 12
                 assert run.tokens_per_step == pytest.approx(1 + sum(run.accepted) / len(run.accepted))
+
+
+class Captured(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: a read of the device by the host, and data that come from it."""
+
+    READS = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "lift_fresh")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._overloadpacket.__name__, kwargs or {}
+        assert name not in self.READS
+        if name in ("to", "_to_copy"):
+            assert not any(isinstance(x, torch.device) for x in (*args, *kwargs.values())), f"{name} a device"
+        if name in ("index", "index_put", "index_put_"):
+            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{name} by a mask"
+        if name == "repeat_interleave":
+            assert kwargs.get("output_size") is not None, f"{name} without output_size"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.skipif(not runtime.can_launch("cpu"), reason="no kernel can be launched on the CPU here")
+def test_what_is_captured_never_reads_the_device(small_pair, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the host reads a tensor")
+
+    def compute(one: Pass):
+        with monkeypatch.context() as patch, Captured():
+            patch.setattr(torch.Tensor, "tolist", refuse)
+            patch.setattr(torch.Tensor, "__bool__", refuse)
+            return right(one)
+
+    right = Pass._compute
+    monkeypatch.setattr(Pass, "_compute", compute)
+    monkeypatch.setattr(runtime, "choose", lambda impl, on, name: "triton")
+    before = runtime.launches["flash_decoding_kernel"], runtime.launches["greedy_kernel"]
+    rounds = Rounds(*small_pair, [[1, 2, 3], [4, 5]], 2, 16)
+    texts = [rounds.run(2, speculate=speculate).texts for speculate in (False, True)]
+    assert [text[:2] for text in texts[0]] == [text[:2] for text in texts[1]]
+    assert runtime.launches["flash_decoding_kernel"] > before[0]
+    assert runtime.launches["greedy_kernel"] > before[1]
+    for bad in (
+        lambda x: x.item(), lambda x: x[x > 0], lambda x: torch.tensor([1]), lambda x: x.nonzero(),
+        lambda x: x.repeat_interleave(x.long()), lambda x: x.to("meta"),
+    ):  # fmt: skip
+        for mode in (torch.no_grad, torch.inference_mode):
+            with pytest.raises(AssertionError), mode(), Captured():
+                bad(torch.ones(1))
+
+
+def test_parts_of_a_step_are_timed_from_where_a_step_begins(small_pair, monkeypatch):
+    rounds = Rounds(*small_pair, [[1, 2, 3], [4, 5]], 3, 60, imposed=0.5)
+    rounds.run(5, speculate=True)
+    seen = []
+
+    def watch(name: str):
+        right = getattr(rounds, name)
+
+        def part(texts):
+            before = [rounds.caches[model].length(0) for model in ("target", "draft")]
+            found = right(texts)
+            seen.append((name, *before, len(texts[0])))
+            return found
+
+        monkeypatch.setattr(rounds, name, part)
+
+    for name in ("_plain_step", "_draft", "_verify"):
+        watch(name)
+    parts = rounds.parts(20, 0.0)
+    assert min(parts) > 0
+    assert {s[:3] for s in seen} == {(name, 19, 21) for name in ("_plain_step", "_draft", "_verify")}
+    assert {s[3] for s in seen if s[0] == "_plain_step"} == {21}
+    assert {s[3] for s in seen if s[0] == "_verify"} <= {21, 22, 23, 24}
+    for length in (1, 57):
+        with pytest.raises(ValueError, match=f"length is {length}"):
+            rounds.parts(length, 0.0)
+
+
+def test_both_loops_and_their_parts_are_timed_in_turns(small_pair, monkeypatch):
+    rounds, seen = Rounds(*small_pair, [[1, 2], [3, 4, 5]], 2, 60, imposed=1.0), []
+    for name in ("run", "parts"):
+        right = getattr(rounds, name)
+
+        def noted(*args, right=right, name=name, **options):
+            seen.append((name, options.get("speculate"), *args))
+            return right(*args, **options)
+
+        monkeypatch.setattr(rounds, name, noted)
+    both = rounds.compare(10, turns=2, seconds=0.0)
+    turn = [("run", False, 10), ("run", True, 10), ("parts", None, 8, 0.0)]
+    assert seen[2:] == 2 * turn
+    assert both.tokens_per_step == 3
+    assert both.speedup == pytest.approx(3 * both.plain / both.fast)
+    assert min(both.parts) > 0
 
 
 @pytest.mark.gpu

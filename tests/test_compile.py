@@ -129,6 +129,9 @@ decoding(90, 128, page=64, batch=1)
 decoding(90, 128, rule="count", dtype="fp16", extra=("lse_ptr",))
 decoding(90, 128, rows=20, extra=("lse_ptr", "arrived_ptr", "sink_ptr", "tree_ptr"), LEFT=1023, CAP=True)
 decoding(90, 128, batch=4096)
+deal = inner(flash_decoding._kernel.deal_chunks_kernel)
+values = {name: value for name, value in sizes(128, tiles(90, 128, 4, "bf16")[0]).items() if name in deal.arg_names}
+build(90, "deal chunks", deal, TYPES | dict(counts_ptr="*i32"), values, FREE)
 """
 
 SPECULATIVE = r"""

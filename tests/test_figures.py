@@ -26,7 +26,7 @@ def record(**changes):
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "_MEASURED", tmp_path)
+    monkeypatch.setattr(figures._records, "_MEASURED", tmp_path)
     (tmp_path / "a.json").write_text(json.dumps([record(), record(impl="torch", value=2.0)]))
     (tmp_path / "b.json").write_text(
         json.dumps(
@@ -50,7 +50,7 @@ def test_records_are_found_by_field_and_by_shape(measured):
 def test_a_record_that_is_not_there_is_named(measured, monkeypatch):
     with pytest.raises(LookupError, match=r"bench='decode'.*ceilings\.copy"):
         figures.records(bench="decode")
-    monkeypatch.setattr(figures, "_MEASURED", measured / "nowhere")
+    monkeypatch.setattr(figures._records, "_MEASURED", measured / "nowhere")
     with pytest.raises(FileNotFoundError, match="checkout"):
         figures.records(bench="ceilings")
 
@@ -330,3 +330,31 @@ def test_tiles_have_the_colours_of_their_kinds():
     assert len(dots.get_xdata()) == 5 + 6 + 7 + 8 + 9
     assert image.get_extent() == [0, 12, 6, 0]
     assert ax.get_title(loc="left") == "a pass"
+
+
+def test_ways_become_an_entry_of_the_shape():
+    found = {(1, 4096): {"ours, replayed": 2.0, "theirs, replayed": 3.0, "ours, plain": 9.0}, (8, 4096): {"ours": 1.0}}
+    assert figures.by_way(found) == {
+        (1, 4096, "replayed"): {"ours": 2.0, "theirs": 3.0},
+        (1, 4096, "plain"): {"ours": 9.0},
+        (8, 4096, ""): {"ours": 1.0},
+    }
+
+
+def test_as_many_squares_are_filled_as_there_are_programs():
+    _, ax = figures.figure(2, 2)
+    figures.occupied(ax, 20, 132, "batch 1")
+    (mesh,) = ax.collections
+    values = np.ma.filled(mesh.get_array(), np.nan)
+    assert np.nansum(values) == 20
+    assert values.size == 132
+    assert ax.get_title(loc="left") == "batch 1"
+    with pytest.raises(ValueError, match=r"^programs is -1 "):
+        figures.occupied(ax, -1, 132)
+
+
+def test_many_lanes_touch():
+    for count, height in ((24, 0.7), (25, 1.0)):
+        _, ax = figures.figure(2, 2)
+        figures.timeline(ax, {str(i): [(0, 1, "x")] for i in range(count)})
+        assert [bar.get_height() for bar in ax.patches] == pytest.approx([height] * count)

@@ -271,17 +271,8 @@ def test_whoever_comes_last_merges_in_the_same_order(small_tiles, monkeypatch):
 
 
 def alone(inputs, b):
-    """The inputs of one sequence of a batch: its own rows, table and length, the same cache."""
-    start, stop = inputs.cu_seqlens_q[b : b + 2].tolist()
-    options = dict(inputs.kwargs)
-    if "tree_mask" in options:
-        options["tree_mask"] = options["tree_mask"][start:stop].contiguous()
-    ends = torch.tensor([0, stop - start], **I32)
-    one = testing.AttentionInputs(
-        inputs.q[start:stop], inputs.k_cache, inputs.v_cache, inputs.block_table[b : b + 1], ends,
-        inputs.seqused_k[b : b + 1], options,
-    )  # fmt: skip
-    return one, slice(start, stop)
+    """The inputs of one sequence of a batch, and its rows."""
+    return inputs.alone(b), slice(*inputs.cu_seqlens_q[b : b + 2].tolist())
 
 
 COMPANIES = [
@@ -555,6 +546,16 @@ def test_one_long_sequence_among_thirty_short_ones():
     assert counts[0] >= 32
     assert set(counts[1:]) == {1}
     assert chunk <= 64
+
+
+@needs_triton
+def test_the_device_tells_how_it_deals():
+    kv_lens = (500, 16, 3, 0, 40, 170)
+    starts, used = (torch.tensor(x, **I32) for x in (range(7), kv_lens))
+    counts = torch.full((8,), -1, **I32)
+    sizes = {"GROUP": 4, "MAX_ROWS": 64, "N": 16, "LONGEST": 256, "BATCH": 8}
+    _kernel.deal_chunks_kernel[(1,)](starts, used, counts, 6, 9, 12, **sizes)
+    assert counts.tolist() == [*dealt([-(-n // 16) for n in kv_lens], 9, 12, 256)[0], 0, 0]
 
 
 @needs_triton

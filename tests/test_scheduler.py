@@ -1183,8 +1183,5 @@ def test_a_mixed_launch_is_each_alone():
     together = inputs.call(flash_decoding.attention, impl="triton")
     testing.assert_close(together, inputs.oracle()[0], inputs.plain()[0])
     for b, (start, stop) in enumerate(itertools.pairwise(inputs.cu_seqlens_q.tolist())):
-        alone = testing.AttentionInputs(
-            inputs.q[start:stop], inputs.k_cache, inputs.v_cache, inputs.block_table[b : b + 1],
-            torch.tensor([0, stop - start], dtype=torch.int32, device=inputs.q.device), inputs.seqused_k[b : b + 1], {},
-        )  # fmt: skip
-        torch.testing.assert_close(alone.call(flash_decoding.attention, impl="triton"), together[start:stop])
+        alone = inputs.alone(b).call(flash_decoding.attention, impl="triton")
+        torch.testing.assert_close(alone, together[start:stop])

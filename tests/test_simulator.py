@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from kvlab.simulator import queue, simulate
+from kvlab.simulator import pieces, queue, simulate
 
 
 def test_one_program_does_one_thing_after_another():
@@ -72,3 +72,15 @@ def test_a_queue_refuses_what_is_no_grid():
         queue([(1, "a")], 0)
     with pytest.raises(ValueError, match=r"work holds 'a' of time -1"):
         queue([(-1, "a")], 1)
+
+
+def test_a_line_is_cut_where_shares_end_and_where_items_do():
+    assert pieces({"a": 5, "none": 0, "b": 2}, 3) == [(0, 3, "a"), (3, 5, "a"), (5, 6, "b"), (6, 7, "b")]
+    assert pieces({"a": 4}, 9) == [(0, 4, "a")]
+    assert pieces({}, 2) == []
+
+
+@pytest.mark.parametrize(("blocks", "size"), [({"a": 1}, 0), ({"a": -1, "b": 2}, 1)])
+def test_a_line_refuses_what_is_no_share(blocks, size):
+    with pytest.raises(ValueError, match=f"^size is {size} and blocks "):
+        pieces(blocks, size)

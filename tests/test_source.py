@@ -144,3 +144,15 @@ def test_a_file_changed_after_its_import_is_noticed(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode != 0
     assert "source not available for first" in done.stderr
+
+
+def test_functions_of_a_module_by_name(capsys):
+    kvlab.show_of("kvlab.costs", "kv_bytes")
+    assert "def kv_bytes" in capsys.readouterr().out
+    with pytest.raises(AttributeError, match="nothing_here"):
+        kvlab.show_of("kvlab.costs", "nothing_here")
+
+
+def test_a_module_that_does_not_load_is_named(capsys):
+    kvlab.show_of("kvlab.not_there", "first", "second")
+    assert capsys.readouterr().out == "first, second: see kvlab/not_there.py\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -488,6 +489,26 @@ def test_a_heads_loss_names_the_right_tokens(joint):
     if joint:
         expected = torch.stack(own).mean() + 0.5 * expected
     torch.testing.assert_close(model.loss(rows), expected)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_heads_are_trained_in_mixed_precision_as_on_a_gpu(decoder, joint, monkeypatch):
+    """Products in bfloat16, states and weights in float32, and a gradient for all that is trained."""
+    autocast, kinds = torch.autocast, []
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype, enabled: autocast(kind, dtype))
+    heads = Heads(decoder.config.hidden_size, 3)
+    for layer in heads.down:
+        torch.nn.init.normal_(layer.weight, std=0.1)
+        layer.register_forward_hook(lambda layer, given, made: kinds.append(made.dtype))
+    model = train_heads.HeadedModel(copy.deepcopy(decoder), heads, PLAN, joint=joint)
+    loss = model.loss(torch.randint(0, TINY.vocab_size, (PLAN.batch_size, PLAN.sequence_length + 1)))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert set(kinds) == {torch.bfloat16}
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        moved = parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        assert moved == (joint or name.startswith("heads.")), name
 
 
 def test_an_interrupted_run_of_heads_ends_as_an_uninterrupted_one(decoder, tmp_path):

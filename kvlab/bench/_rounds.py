@@ -8,15 +8,18 @@ and the speculative one alike, through the same paged cache and the same graphs.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvlab import flash_decoding
 from kvlab.batch import Batch
+from kvlab.bench._timing import measure
 from kvlab.model import Decoder
 from kvlab.paged import PagedCache
 from kvlab.speculative import greedy_sample
@@ -25,14 +28,15 @@ from kvlab.speculative import greedy_sample
 class Pass:
     """One forward pass over B sequences of ``q_len`` new tokens each, replayed from a graph where there is a GPU.
 
-    Shapes and units: ``finish`` turns the logits [B, q_len, vocab] float32 into what is wanted of them, on the device;
-    ``tokens`` [B, q_len] int64 is where the new tokens have to stand, ``result`` what ``finish`` gave last.
+    Shapes and units: ``tokens`` [B, q_len] int64 is where the new tokens have to stand; ``finish(tokens, logits)``
+    turns them and the logits [B, q_len, vocab] float32 into what is wanted, on the device; ``result`` is what it gave
+    last.
 
     Source: chapter 05; chapter 07 captures whole steps.
     """
 
     def __init__(
-        self, model: Decoder, cache: PagedCache, batch: int, q_len: int, finish: Callable[..., Tensor]
+        self, model: Decoder, cache: PagedCache, batch: int, q_len: int, finish: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         self.model, self.cache, self.q_len, self.finish = model, cache, q_len, finish
         on = model.device
@@ -62,11 +66,11 @@ class Pass:
             self.result = self._compute()
             return self.result
         self._copied = torch.cuda.current_stream().record_event()
-        self._calls += 1
         places = [buffer.device.data_ptr() for buffer in self.cache._buffers.values()] + [self.cache._columns]
         if places != self._places:  # another pass may have made them larger
-            self._graph, self._places = None, places
-        if self._graph is None and self._calls > 2:  # warm: kernels are compiled, tiles are chosen
+            self._graph, self._places, self._calls = None, places, 0
+        self._calls += 1
+        if self._graph is None and self._calls > 2:  # warm: kernels are compiled for these sizes, tiles are chosen
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -83,20 +87,50 @@ class Pass:
         batch.positions = (self._past[:, None] + steps).view(-1)
         batch.seq_lens = (self._past + self.q_len).int()
         logits = self.model.logits(self.model.hidden(batch, self.cache))
-        return self.finish(logits.view(*self.tokens.shape, -1))
+        return self.finish(self.tokens, logits.view(*self.tokens.shape, -1))
+
+
+def best(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The likeliest token after each of ``tokens``: logits [B, q_len, vocab] to [B, q_len] int64.
+
+    Source: chapter 05.
+    """
+    return logits.argmax(dim=-1)
+
+
+def judge(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Accepted drafts, their number and the target's token in one tensor, so that it is read at once.
+
+    Shapes and units: tokens [B, 1 + gamma], the newest and its drafts; logits [B, 1 + gamma, vocab]; gives the number
+    and then ``Accepted.tokens``, [B, 2 + gamma] int64.
+
+    Source: chapter 05.
+    """
+    made = greedy_sample(tokens[:, 1:].contiguous(), best(tokens, logits))
+    return torch.cat([made.num_accepted[:, None], made.tokens], dim=1)
 
 
 @dataclass
 class Run:
-    """What a timed run did: ``texts`` the new tokens of each sequence, ``seconds`` of the loop, ``steps`` of it.
+    """What a timed run did: ``texts`` the new tokens of each sequence, ``seconds`` of the loop, ``times`` of its steps.
 
     ``accepted`` holds the accepted drafts of every sequence and step. Source: chapter 05.
     """
 
     texts: list[list[int]]
     seconds: float = 0.0
-    steps: int = 0
+    times: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps. Source: chapter 05."""
+        return len(self.times)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time of a step, which what else a machine does disturbs least. Source: chapter 05."""
+        return statistics.median(self.times)
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,6 +141,37 @@ class Run:
     def tokens_per_step(self) -> float:
         """New tokens that one sequence gets a step. Source: chapter 05."""
         return sum(map(len, self.texts)) / max(1, self.steps * len(self.texts))
+
+
+class Parts(NamedTuple):
+    """Milliseconds of what the loops are made of: a plain step, all drafts of a step, their verification.
+
+    Source: chapter 05.
+    """
+
+    plain: float
+    drafts: float
+    verify: float
+
+
+class Comparison(NamedTuple):
+    """Both loops and the parts of their steps: medians over turns, in each of which all of them were timed.
+
+    Shapes and units: ``plain`` and ``fast`` in seconds a step, without drafts and with them, which give a sequence one
+    token and ``tokens_per_step``.
+
+    Source: chapter 05.
+    """
+
+    plain: float
+    fast: float
+    tokens_per_step: float
+    parts: Parts
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the loop with drafts writes. Source: chapter 05."""
+        return self.tokens_per_step * self.plain / self.fast
 
 
 class Rounds:
@@ -144,20 +209,18 @@ class Rounds:
             )
             for name, model in self.models.items()
         }  # fmt: skip
-        best = lambda logits: logits.argmax(dim=-1)  # noqa: E731
-        make = lambda name, q_len, finish=best: Pass(self.models[name], self.caches[name], self.count, q_len, finish)  # noqa: E731
-        self.plain, self.verify = make("target", 1), make("target", gamma + 1, self._judge)
-        self.draft_first, self.draft_next = make("draft", 2), make("draft", 1)
-
-    def _judge(self, logits: Tensor) -> Tensor:
-        """Accepted drafts, their number and the target's token in one tensor, so that it is read at once."""
-        made = greedy_sample(self.verify.tokens[:, 1:].contiguous(), logits.argmax(dim=-1))
-        return torch.cat([made.num_accepted[:, None], made.tokens], dim=1)
+        self.plain, self.verify = (
+            Pass(target, self.caches["target"], self.count, q_len, finish)
+            for q_len, finish in ((1, best), (gamma + 1, judge))
+        )
+        self.draft_first, self.draft_next = (
+            Pass(draft, self.caches["draft"], self.count, q_len, best) for q_len in (2, 1)
+        )
 
     def run(self, new: int, *, speculate: bool) -> Run:
         """Write ``new`` tokens or more after each prompt, and time it without the prompts.
 
-        Shapes and units: a sequence that reaches ``new`` first goes on with the others; what is over is cut off.
+        Shapes and units: a sequence that reaches ``new`` first goes on with the others, and what it writes counts.
 
         Source: chapter 05.
         """
@@ -166,8 +229,7 @@ class Rounds:
             for cache in self.caches.values():
                 cache.free(seq_id)
         with torch.inference_mode():
-            for seq_id, text in enumerate(texts):
-                self._read(seq_id, text)
+            self._read(texts)
             done = Run([])
             step = self._speculative_step if speculate else self._plain_step
             self._wait()
@@ -175,31 +237,95 @@ class Rounds:
             while min(len(text) - len(prompt) for text, prompt in zip(texts, self.prompts, strict=True)) < new:
                 if max(map(len, texts)) + self.gamma + 1 > self.longest:
                     break
+                begin = time.perf_counter()
                 done.accepted += step(texts)
-                done.steps += 1
+                done.times.append(time.perf_counter() - begin)  # a step ends with what it reads of the device
             self._wait()
             done.seconds = time.perf_counter() - start
         done.texts = [text[len(prompt) :] for text, prompt in zip(texts, self.prompts, strict=True)]
         return done
 
-    def _read(self, seq_id: int, text: list[int]) -> None:
-        """Put all of a prompt but its last tokens into both caches, and take the blocks of the longest text."""
-        for name, cache in self.caches.items():
-            past = len(text) - (2 if name == "draft" else 1)
-            if past:
-                batch = Batch.build([seq_id], [text[:past]], [0], device=self.models[name].device)
-                self.models[name](batch, cache)
-            self._reserve(name, seq_id)
+    def parts(self, length: int, seconds: float) -> Parts:
+        """Time what ``run`` does in a step, each part alone and waited for, on texts of ``length`` tokens.
 
-    def _reserve(self, name: str, seq_id: int) -> None:
-        self.caches[name].manager.ensure(seq_id, self.longest)  # a captured table must keep its width
+        Nothing of the host's work is left out, or added: before each part the books are as a step finds them whose last
+        drafts were all rejected, and putting them there is off the clock. What the caches hold does not matter.
+
+        Shapes and units: about ``seconds`` of each part; gives milliseconds.
+
+        Raises: ValueError where such texts leave no room for a step.
+
+        Source: chapter 05.
+        """
+        if not 2 <= length <= self.longest - self.gamma - 1:
+            raise ValueError(f"length is {length}; it must be 2 to {self.longest - self.gamma - 1} tokens")
+        texts = [[0] * length for _ in self.prompts]
+        known = {"target": length - 1, "draft": length + self.gamma - 2}
+
+        def reset() -> None:
+            for seq_id, text in enumerate(texts):
+                del text[length:]
+                for name, cache in self.caches.items():
+                    cache.free(seq_id)
+                    cache.manager.ensure(seq_id, self.longest)
+                    cache.manager.advance(seq_id, known[name])
+
+        def timed(part: Callable[[list[list[int]]], object]) -> float:
+            for _ in range(3):  # captured by then
+                reset()
+                part(texts)
+            device = self.models["target"].device
+            return measure(
+                lambda i: part(texts), device=device, seconds=seconds, min_count=3, max_count=100, host=True,
+                reset=reset,
+            ).ms  # fmt: skip
+
+        with torch.inference_mode():
+            return Parts(*(timed(part) for part in (self._plain_step, self._draft, self._verify)))
+
+    def compare(self, new: int, *, turns: int = 3, seconds: float = 0.1) -> Comparison:
+        """Time both loops over ``new`` tokens, and their parts halfway, in turns: the speed of a machine drifts.
+
+        Shapes and units: about ``seconds`` of each part in each turn.
+
+        Raises: ValueError as ``parts``.
+
+        Source: chapter 05.
+        """
+        for speculate in (False, True):
+            self.run(min(new, 8 * (self.gamma + 1)), speculate=speculate)  # warm, and captured
+        halfway = max(map(len, self.prompts)) + new // 2
+        rows = [
+            (self.run(new, speculate=False), self.run(new, speculate=True), self.parts(halfway, seconds))
+            for _ in range(turns)
+        ]
+        plain, fast, parts = zip(*rows, strict=True)
+        return Comparison(
+            statistics.median(run.step_seconds for run in plain), statistics.median(run.step_seconds for run in fast),
+            statistics.mean(run.tokens_per_step for run in fast),
+            Parts(*map(statistics.median, zip(*parts, strict=True))),
+        )  # fmt: skip
+
+    def _read(self, texts: list[list[int]]) -> None:
+        """Put all of the prompts but their last tokens into both caches, and take the blocks of the longest text."""
+        for name, cache in self.caches.items():
+            known = [text[: -2 if name == "draft" else -1] for text in texts]
+            some = [seq_id for seq_id, tokens in enumerate(known) if tokens]
+            if some:
+                new = [known[seq_id] for seq_id in some]
+                self.models[name](Batch.build(some, new, [0] * len(some), device=self.models[name].device), cache)
+            self._reserve(name)
+
+    def _reserve(self, name: str) -> None:
+        """A captured table must keep its width."""
+        self.caches[name].manager.ensure_all(dict.fromkeys(range(self.count), self.longest))
 
     def _rewind(self, name: str, lengths: Sequence[int]) -> None:
         cache = self.caches[name]
         for seq_id, length in enumerate(lengths):
             if cache.length(seq_id) > length:
                 cache.truncate(seq_id, length)
-                self._reserve(name, seq_id)
+        self._reserve(name)
 
     def _wait(self) -> None:
         if self.models["target"].device.type == "cuda":
@@ -212,6 +338,11 @@ class Rounds:
         return []
 
     def _speculative_step(self, texts: list[list[int]]) -> list[int]:
+        self._draft(texts)
+        return self._verify(texts)
+
+    def _draft(self, texts: list[list[int]]) -> None:
+        """Put the newest token of each text and its drafts where they are verified."""
         past = [len(text) - 1 for text in texts]
         self._rewind("draft", [n - 1 for n in past])
         self.draft_first.tokens.copy_(torch.tensor([text[-2:] for text in texts]))
@@ -222,7 +353,10 @@ class Rounds:
             if i < self.gamma:
                 self.draft_next.tokens[:, 0].copy_(newest)
                 newest = self.draft_next([n + i for n in past])[:, 0]
-        accepted = []
+
+    def _verify(self, texts: list[list[int]]) -> list[int]:
+        """Append what is accepted and the target's own token; gives the number of accepted drafts of each text."""
+        past, accepted = [len(text) - 1 for text in texts], []
         for text, (count, *tokens) in zip(texts, self.verify(past).tolist(), strict=True):
             if self.imposed is not None:
                 count = self._imposed_count()

@@ -54,6 +54,7 @@ def measure(
     flush: bool = False,
     graph: int = 0,
     host: bool = False,
+    reset: Callable[[], object] | None = None,
 ) -> Timing:
     """Time ``fn(i)``, where i counts the calls so that ``fn`` can rotate its buffers.
 
@@ -61,10 +62,11 @@ def measure(
     run. On a GPU the clock is a pair of CUDA events. ``flush`` overwrites five times the L2 before each repetition.
     ``graph`` = n captures n calls (i = 0 .. n-1) in a CUDA graph and times its replays: for kernels shorter than their
     launch. ``host`` takes the wall clock around a synchronised call instead: for steps in which Python is a part of
-    the cost. On a CPU the wall clock is always used and ``graph`` is ignored. Gives the time of one call.
+    the cost. On a CPU the wall clock is always used and ``graph`` is ignored. By the wall's clock ``reset`` is called
+    before every call, off the clock, to take back what the one before has done. Gives the time of one call.
 
-    Raises: ValueError where counts are no integers or under 1, ``seconds`` is not finite or negative, or ``graph`` is
-    asked for together with ``flush``.
+    Raises: ValueError where counts are no integers or under 1, ``seconds`` is not finite or negative, ``graph`` is
+    asked for together with ``flush``, or ``reset`` on a GPU without ``host``.
 
     Source: chapter 00; Triton's ``do_bench``.
     """
@@ -73,9 +75,11 @@ def measure(
         raise ValueError("graph and flush exclude each other: let the captured calls rotate their buffers")
     device = torch.device(device)
     if device.type != "cuda":
-        return _wall(fn, seconds, min_count, max_count, lambda: None)
+        return _wall(fn, seconds, min_count, max_count, lambda: None, reset)
     if host:
-        return _wall(fn, seconds, min_count, max_count, lambda: torch.cuda.synchronize(device))
+        return _wall(fn, seconds, min_count, max_count, lambda: torch.cuda.synchronize(device), reset)
+    if reset is not None:
+        raise ValueError("reset is given; on a GPU it needs host=True, for calls that are queued cannot be taken back")
     with torch.cuda.device(device):
         return _events(fn, seconds, min_count, max_count, flush, graph)
 
@@ -224,17 +228,23 @@ def _summary(samples: list[float], calls: int = 1) -> Timing:
 
 
 def _wall(
-    fn: Callable[[int], object], seconds: float, min_count: int, max_count: int, wait: Callable[[], object]
-) -> Timing:
-    fn(0)
-    wait()
+    fn: Callable[[int], object], seconds: float, min_count: int, max_count: int, wait: Callable[[], object],
+    reset: Callable[[], object] | None,
+) -> Timing:  # fmt: skip
+    def once(i: int) -> float:
+        if reset is not None:
+            reset()
+            wait()
+        start = time.perf_counter()
+        fn(i)
+        wait()
+        return 1e3 * (time.perf_counter() - start)
+
+    once(0)
     samples: list[float] = []
     begin = time.perf_counter()
     while len(samples) < min_count or (len(samples) < max_count and time.perf_counter() - begin < seconds):
-        start = time.perf_counter()
-        fn(len(samples) + 1)
-        wait()
-        samples.append(1e3 * (time.perf_counter() - start))
+        samples.append(once(len(samples) + 1))
     return _summary(samples)
 
 

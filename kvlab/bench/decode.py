@@ -36,7 +36,7 @@ def run(session: Session) -> Iterator[Record]:
         decode.table       GB/s of each implementation, replayed in a CUDA graph
         decode.contiguous  the same beside implementations that need a contiguous cache
         decode.splits      GB/s for each ``num_splits``; 0 is the balanced rule
-        decode.naive       GB/s beside two matrix products and a softmax on a contiguous cache
+        decode.naive       GB/s beside two matrix products and a softmax on a contiguous cache, heads grouped or copied
         decode.launches    us of a call: "graph replay", "plain launches" and, of the host, "wall clock"
 
     Source: chapter 04; FlashAttention's and FlashInfer's benchmarks.
@@ -408,6 +408,19 @@ def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights @ v).view(batch, kv_heads, -1, q_len, size).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
+def copying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Decode as model code often has it: keys and values copied for every query head, the softmax in float32.
+
+    Shapes and units: as ``naive``.
+
+    Source: chapter 04; ``repeat_kv`` in transformers.
+    """
+    group = q.shape[2] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
+    weights = (q.transpose(1, 2) @ k.transpose(2, 3) * q.shape[3] ** -0.5).softmax(-1, dtype=torch.float32)
+    return (weights.to(q.dtype) @ v).transpose(1, 2)
+
+
 def _naive(session: Session) -> Iterator[Record]:
     shapes = [Work(b, n * K) for b in (1, 8, 32, 128) for n in (2, 8, 32, 128)]
     yield from _each(session, "decode.naive", _sized(session, shapes, Work(2, 40, 4, 2, 16)), _naive_one, times=3)
@@ -419,10 +432,15 @@ def _naive_one(session: Session, work: Work) -> Iterator[Record]:
     entrants = _own(session, inputs, expected)
     pools = [[x.transpose(1, 2).contiguous() for x in pool] for pool in _dense_pools(inputs)]
 
-    def calls() -> list[Call]:
-        return [Call(functools.partial(naive, inputs.q, *pool)) for pool in pools]
+    def calls(way: Callable[..., Tensor]) -> list[Call]:
+        return [Call(functools.partial(way, inputs.q, *pool)) for pool in pools]
 
-    entrants += _entrants(session, Peer("naive (torch)", torch.__version__), calls, expected, inputs.q)
+    ways = {"naive (torch)": naive}
+    if _fits(session, work, 4 + work.heads // work.kv_heads):  # the copies come on top
+        ways["naive, heads copied (torch)"] = copying
+    for name, way in ways.items():
+        peer = Peer(name, torch.__version__)
+        entrants += _entrants(session, peer, functools.partial(calls, way), expected, inputs.q)
     yield from _rates(session, "decode.naive", inputs, entrants)
 
 

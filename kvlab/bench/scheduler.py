@@ -25,6 +25,7 @@ from kvlab.cache import take_back
 from kvlab.costs import HARDWARE, Hardware
 from kvlab.model import Decoder
 from kvlab.paged import BlockManager, BlockPool, PagedCache
+from kvlab.runtime import next_power_of_2
 from kvlab.sampling import SamplingParams
 from kvlab.scheduler import Metrics, Request, RooflineCost, Scheduler, Step, StepShape, forward, serve, simulate
 
@@ -32,6 +33,7 @@ TRACE = Path(__file__).parent / "traces" / "decodes_and_prompts.jsonl"
 BLOCK_SIZE = 16
 Shape = dict[str, int | float | str]
 
+Lens = list[tuple[int, int]]  # of each sequence of a step: new tokens, and its length once they are computed
 Way = tuple[str, int, int, int | None]  # policy, budget, places, longest chunk
 WAYS: dict[str, Way] = {  # what serves the fixed workload, here and in the simulation
     "static": ("static", 32768, 64, None),
@@ -141,7 +143,7 @@ class Server:
             memory.normal_()
         return cls(model, cache)
 
-    def fill(self, lens: list[tuple[int, int]]) -> Step:
+    def fill(self, lens: Lens) -> Step:
         """A step over sequences of (new tokens, length once they are computed), whose pasts are random keys and values.
 
         A sequence with one new token and a past decodes. Source: chapter 06."""
@@ -174,7 +176,7 @@ def _num_blocks(session: Session) -> int:
     return (480_000 if _in_full(session) else 4096) // BLOCK_SIZE
 
 
-def grid(session: Session) -> list[list[tuple[int, int]]]:
+def grid(session: Session) -> list[Lens]:
     """The steps that are timed: decodes of one context, chunks of one past, and both mixed.
 
     Shapes and units: a step is [(new tokens, length once they are computed)]. Source: chapter 06.
@@ -293,8 +295,7 @@ def _served(
     session: Session, server: Server, bench: str, requests: list[Request], name: str, way: Way
 ) -> Iterator[Record]:
     policy, budget, places, chunk = way
-    longest = server.model.config.max_seq_len
-    scheduler = Scheduler(server.cache.manager, policy, budget, places, chunk, max_model_len=longest)
+    scheduler = _scheduler(server, server.cache.manager, way)
     run = Watched(RooflineCost(server.model.config, _hardware(session)))
     for _ in serve(server.model, server.cache, scheduler, requests, metrics=run):
         pass
@@ -316,11 +317,38 @@ def _hardware(session: Session) -> Hardware:
         return HARDWARE[name]
 
 
-def _warm(server: Server) -> None:
-    """Compile and tune whatever a step needs before a clock runs."""
-    config = server.model.config
-    top = min(16_384, config.max_seq_len // 2)
-    for lens in ([(1, 50)] * 4, [(1, 50)] * 32, [(1, 50), (64, 64)], [(1, 50)] * 32 + [(512, 1024)], [(top, top)]):
+def _scheduler(server: Server, manager: BlockManager, way: Way) -> Scheduler:
+    policy, budget, places, chunk = way
+    return Scheduler(manager, policy, budget, places, chunk, max_model_len=server.model.config.max_seq_len)
+
+
+def kinds_of_steps(session: Session, server: Server, requests: list[Request], way: Way) -> dict[tuple[int, ...], Lens]:
+    """One step of each kind that a workload has when it is simulated; steps of one kind run the same kernels.
+
+    Shapes and units: a kind is the numbers of sequences, of new tokens and of keys, in powers of two, as far as they
+    matter to a kernel. Source: chapter 06.
+    """
+    kinds: dict[tuple[int, ...], tuple[int, Lens]] = {}
+
+    def watch(step: Step, start: float, end: float) -> None:
+        lens = [(q, r.num_computed_tokens + q) for r, q in zip(step.requests, step.q_lens, strict=True)]
+        count, most, keys = len(lens), max(q for q, _ in lens), len(lens) * max(n for _, n in lens)
+        many, new, wide = (next_power_of_2(x) for x in (count, most, keys))
+        kind = (min(count, 2), max(32, many), min(new, 32), min(max(wide, 2**12), 2**16))
+        if kind not in kinds or kinds[kind][0] < keys:
+            kinds[kind] = keys, lens
+
+    cost = RooflineCost(server.model.config, _hardware(session), overhead=0.01)  # about what launches take
+    simulate(_scheduler(server, BlockManager(BlockPool(_num_blocks(session), BLOCK_SIZE)), way), requests, cost, watch)
+    return {kind: lens for kind, (_, lens) in kinds.items()}
+
+
+def _warm(session: Session, server: Server, requests: list[Request], way: Way, warm: set[tuple[int, ...]]) -> None:
+    """Compile and tune whatever the steps of a workload need, but for kinds that are ``warm``, before a clock runs."""
+    for kind, lens in kinds_of_steps(session, server, requests, way).items():
+        if kind in warm:
+            continue
+        warm.add(kind)
         step = server.fill(lens)
         server.run(step)
         for request in step.requests:
@@ -329,17 +357,17 @@ def _warm(server: Server) -> None:
 
 def serving(session: Session) -> Iterator[Record]:
     """The fixed workload by each policy. Source: chapter 06."""
-    server = Server.build(session)
-    _warm(server)
+    server, warm = Server.build(session), set[tuple[int, ...]]()
     for name in WAYS if _in_full(session) else ["continuous", "chunked 512"]:
+        _warm(session, server, fixed(session), WAYS[name], warm)
         yield from _served(session, server, "scheduler.serving", fixed(session), name, WAYS[name])
 
 
 def held_out(session: Session) -> Iterator[Record]:
     """Three workloads that the fit has not seen. Source: chapter 06."""
-    server = Server.build(session)
-    _warm(server)
-    for name, requests in held_out_workloads(quick=not _in_full(session)).items():
+    server, warm, quick = Server.build(session), set[tuple[int, ...]](), not _in_full(session)
+    for name, requests in held_out_workloads(quick).items():
+        _warm(session, server, held_out_workloads(quick)[name], HELD_OUT_WAY, warm)
         yield from _served(session, server, "scheduler.held_out", requests, name, HELD_OUT_WAY)
 
 

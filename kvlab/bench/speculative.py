@@ -13,7 +13,7 @@ import torch
 from kvlab import config as configs
 from kvlab import flash_decoding, speculative, zoo
 from kvlab.bench import Record, Session, measure
-from kvlab.bench._rounds import Pass, Rounds
+from kvlab.bench._rounds import Pass, Rounds, best
 from kvlab.generate import generate
 from kvlab.model import Decoder
 from kvlab.paged import PagedCache
@@ -152,34 +152,38 @@ def build(session: Session, name: str) -> Decoder:
 def time_pass(session: Session, model: Decoder, batch: int, q_len: int, length: int, calls: int = 1) -> float:
     """Milliseconds of a pass over ``q_len`` new tokens of each of B sequences of ``length`` tokens, its graph replayed.
 
-    The host waits for the device after every ``calls`` passes: each one of a target, all of a draft's together.
+    The host waits for the device after every ``calls`` passes, each of which continues the one before: one of a target,
+    all of a draft's. Taking them back is off the clock.
 
     Source: chapter 05.
     """
+    longest = length + calls * q_len
     cache = PagedCache(
-        model.config, batch * -(-(length + q_len) // 16), attention=flash_decoding.attention, dtype=model.dtype,
+        model.config, batch * -(-longest // 16), attention=flash_decoding.attention, dtype=model.dtype,
         device=model.device,
     )  # fmt: skip
     cache.k.normal_()
     cache.v.normal_()
-    for seq_id in range(batch):
-        cache.manager.ensure(seq_id, length + q_len)
-        cache.manager.advance(seq_id, length)
-    one = Pass(model, cache, batch, q_len, lambda logits: logits.argmax(dim=-1))
+    one = Pass(model, cache, batch, q_len, best)
+
+    def reset() -> None:
+        for seq_id in range(batch):
+            cache.free(seq_id)
+            cache.manager.ensure(seq_id, longest)  # a captured table must keep its width
+            cache.manager.advance(seq_id, length)
 
     def step(i: int) -> None:
-        for _ in range(calls):
-            one([length] * batch)
-            for seq_id in range(batch):
-                cache.truncate(seq_id, length)
-                cache.manager.ensure(seq_id, length + q_len)
+        for call in range(calls):
+            one([length + call * q_len] * batch)
 
     with torch.inference_mode():
-        for i in range(4):
+        for i in range(3):  # captured by then
+            reset()
             step(i)
         timing = measure(
-            step, device=session.device, seconds=session.seconds(0.3), min_count=3, max_count=100, host=True
-        )
+            step, device=session.device, seconds=session.seconds(0.25), min_count=3, max_count=100, host=True,
+            reset=reset,
+        )  # fmt: skip
         return timing.ms / calls
 
 
@@ -187,23 +191,28 @@ def costs(session: Session) -> Iterator[Record]:
     """The time of passes over 1, 2, ... new tokens, and of the draft's; see ``run``. Source: chapter 05."""
     for name in pairs(session):
         target = build(session, name)
-        lengths, batches, widths = [256, 2048], [1, 4, 16, 64], [1, 2, 3, 4, 5, 7, 9, 17, 33]
-        if not session.on_gpu:
-            lengths, batches, widths = [256], [1, 4, 16], [1, 2, 3, 5, 9, 17]
-        if session.quick:
-            lengths, batches, widths = [16], [1], [1, 5]
         dtype, draft = target.dtype, build(session, PAIRS[name])
-        for length in lengths:
-            for batch in batches:
-                shape: dict[str, int | float | str] = {"model": name, "B": batch, "L": length}
-                for q_len in widths:
-                    ms = time_pass(session, target, batch, q_len, length)
-                    yield session.record(
-                        "speculative.verify", name, ms, "ms", shape={**shape, "q_len": q_len}, dtype=dtype, ms=ms
-                    )
-                ms = time_pass(session, draft, batch, 1, length, GAMMA)
-                yield session.record("speculative.draft", PAIRS[name], ms, "ms", shape=shape, dtype=dtype, ms=ms)
+        for batch, length, widths in _passes(session, name):
+            shape: dict[str, int | float | str] = {"model": name, "B": batch, "L": length}
+            for q_len in widths:
+                ms = time_pass(session, target, batch, q_len, length)
+                yield session.record(
+                    "speculative.verify", name, ms, "ms", shape={**shape, "q_len": q_len}, dtype=dtype, ms=ms
+                )
+            ms = time_pass(session, draft, batch, 1, length, GAMMA)
+            yield session.record("speculative.draft", PAIRS[name], ms, "ms", shape=shape, dtype=dtype, ms=ms)
         del target, draft
+
+
+def _passes(session: Session, name: str) -> list[tuple[int, int, list[int]]]:
+    """(sequences, context, widths of a pass): all widths behind a long context, where there is a GPU."""
+    if session.quick:
+        return [(1, 16, [1, 5])]
+    if not session.on_gpu:
+        return [(batch, 256, [1, 2, 3, 5, 9, 17]) for batch in (1, 4, 16)]
+    batches = (1, 16) if name in zoo.NAMES else (1, 16, 64)
+    every = [(256, [1, 5]), (2048, [1, 2, 3, 5, 9, 17, 33])]
+    return [(batch, length, widths) for length, widths in every for batch in batches]
 
 
 # --- end to end ------------------------------------------------------------------------------------------------------
@@ -214,7 +223,7 @@ def speedup(session: Session) -> Iterator[Record]:
     for name in pairs(session):
         shipped = name in zoo.NAMES
         target, draft = build(session, name), build(session, PAIRS[name])
-        prompt, new = (16, 12) if session.quick else (256, 192)
+        prompt, new = (16, 12) if session.quick else (256, 128)
         for batch, gamma, imposed in _races(session, shipped):
             prompts = _prompts(target, batch, prompt, shipped)
             yield from _race(session, target, draft, prompts, gamma, new, imposed)
@@ -222,13 +231,15 @@ def speedup(session: Session) -> Iterator[Record]:
 
 
 def _races(session: Session, shipped: bool) -> list[tuple[int, int, float | None]]:
-    """(sequences, guesses, imposed acceptance): every acceptance at batch 1, one of them at larger batches."""
+    """(sequences, guesses, acceptance): more guesses, then batches; and, imposed, every acceptance once."""
+    likely = None if shipped else 0.8
     if session.quick:
-        return [(1, GAMMA, None if shipped else 0.8)]
-    alone: list[float | None] = [None] if shipped else [0.5, 0.7, 0.8, 0.9]
-    races = [(1, gamma, imposed) for gamma in (2, 4, 6) for imposed in alone]
-    batches = (4, 16, 64) if session.on_gpu else (4,)
-    return races + [(batch, gamma, None if shipped else 0.8) for batch in batches for gamma in (1, GAMMA)]
+        return [(1, GAMMA, likely)]
+    races = [(1, gamma, likely) for gamma in (2, GAMMA, 6)]
+    if not shipped:
+        races += [(1, GAMMA, imposed) for imposed in (0.5, 0.7, 0.9)]
+    batches = (4,) if shipped else (4, 16, 64)
+    return races + [(batch, gamma, likely) for batch in batches for gamma in (1, GAMMA)]
 
 
 def _prompts(target: Decoder, batch: int, prompt: int, shipped: bool) -> list[list[int]]:
@@ -246,24 +257,20 @@ def _race(
     batch, length = len(prompts), len(prompts[0])
     longest = length + 2 * new + 4 * (gamma + 1)
     rounds = Rounds(target, draft, prompts, gamma, longest, imposed=imposed)
-    for speculate in (False, True):
-        rounds.run(min(new, 8 * (gamma + 1)), speculate=speculate)  # warm, and captured
-    plain, fast = rounds.run(new, speculate=False), rounds.run(new, speculate=True)
-    one, wide = (time_pass(session, target, batch, q_len, length) for q_len in (1, gamma + 1))
-    ratio = time_pass(session, draft, batch, 1, length, gamma) / one
-    rate = fast.tokens_per_second / plain.tokens_per_second
-    alpha = imposed if imposed is not None else matching_alpha(fast.tokens_per_step, gamma)
-    predicted = fast.tokens_per_step * speculative.speedup(0, gamma, ratio, batch, verify_ratio=wide / one)
+    both = rounds.compare(new, turns=1 if session.quick else 3, seconds=session.seconds(0.1))
+    parts, tokens = both.parts, both.tokens_per_step
+    ratio, verify_ratio = parts.drafts / gamma / parts.plain, parts.verify / parts.plain
     shape: dict[str, int | float | str] = {
         "model": target.config.name, "draft": draft.config.name, "B": batch, "L": length, "new": new, "gamma": gamma,
-        "acceptance": "measured" if imposed is None else "imposed", "alpha": alpha,
-        "tokens_per_step": fast.tokens_per_step, "cost_ratio": ratio, "verify_ratio": wide / one,
-        "predicted": predicted, "plain_tokens_per_second": plain.tokens_per_second,
+        "acceptance": "measured" if imposed is None else "imposed",
+        "alpha": imposed if imposed is not None else matching_alpha(tokens, gamma),
+        "tokens_per_step": tokens, "cost_ratio": ratio, "verify_ratio": verify_ratio,
+        "predicted": tokens * speculative.speedup(0, gamma, ratio, batch, verify_ratio=verify_ratio),
+        "plain_tokens_per_second": batch / both.plain,
     }  # fmt: skip
     yield session.record(
-        "speculative.speedup", "chain", rate, "times", shape=shape, dtype=target.dtype,
-        ms=1e3 * fast.seconds / max(1, fast.steps),
-    )  # fmt: skip
+        "speculative.speedup", "chain", both.speedup, "times", shape=shape, dtype=target.dtype, ms=1e3 * both.fast
+    )
 
 
 def matching_alpha(tokens: float, gamma: int) -> float:

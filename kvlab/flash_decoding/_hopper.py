@@ -1,4 +1,4 @@
-"""Split-KV decoding for Hopper, in Gluon: a CTA has two warps that load pages and four that compute.
+"""Split-KV decoding for Hopper, in Gluon: a CTA (a program) has two warps that load pages and four that compute.
 
 For each KV head all blocks of keys of all sequences stand in a line, which is cut into equal shares, one a CTA. Heads
 take turns: neighbouring CTAs read the same keys of neighbouring heads, which lie side by side in memory, at about the
@@ -555,7 +555,7 @@ def attend(q, qb, kb, vb, k_full, v_full, ring, told_full, portion, outputs, par
 
 
 @counted
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["batch"])  # a server's change every step
 def flash_decoding_hopper_kernel(
     q_ptr, k_desc, v_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, cu_q, used, part_ptr, peak_ptr, total_ptr, arrived,
     table_row, q_token, q_head, out_token, out_head, lse_head, batch, kv_heads, scale, softcap, C: gl.constexpr,

@@ -73,6 +73,18 @@ def deal_chunks(cu_ptr, used_ptr, batch, wave, limit, GROUP: tl.constexpr, MAX_R
 
 
 @triton.jit
+def deal_chunks_kernel(cu_ptr, used_ptr, counts_ptr, batch, wave, limit, GROUP: tl.constexpr, MAX_ROWS: tl.constexpr,
+                       N: tl.constexpr, LONGEST: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
+    """How many splits each sequence gets, to counts_ptr [BATCH] int32: what one program can tell of ``deal_chunks``.
+
+    Source: chapter 04.
+    """
+    _, counts = deal_chunks(cu_ptr, used_ptr, batch, wave, limit, GROUP, MAX_ROWS, N, LONGEST, BATCH, True, -1, -1,
+                            False)  # fmt: skip
+    tl.store(counts_ptr + tl.arange(0, BATCH), counts)
+
+
+@triton.jit
 def find_split(slot, cu_ptr, used_ptr, batch, wave, limit, chunk, GROUP: tl.constexpr, MAX_ROWS: tl.constexpr,
                N: tl.constexpr, LONGEST: tl.constexpr, BATCH: tl.constexpr, RULE: tl.constexpr, CAUSAL: tl.constexpr,
                LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr):  # fmt: skip

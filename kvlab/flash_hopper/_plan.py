@@ -6,7 +6,7 @@ from kvlab.runtime import counted, tl, triton
 
 
 @counted
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def plan_tiles_kernel(
     plan_ptr, cu_q_ptr, cu_k_ptr, used_ptr, batch, TOKENS: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr,
     WIDTH: tl.constexpr, LONGER_THAN: tl.constexpr = 0,

@@ -159,6 +159,16 @@ class AttentionInputs:
             seqused_k=self.seqused_k, **{**self.kwargs, **extra},
         )  # fmt: skip
 
+    def alone(self, seq: int) -> AttentionInputs:
+        """One sequence of the batch by itself: its own rows, table and length, the same cache. Source: chapter 04."""
+        start, stop = self.cu_seqlens_q[seq : seq + 2].tolist()
+        options = dict(self.kwargs)
+        if options.get("tree_mask") is not None:
+            options["tree_mask"] = options["tree_mask"][start:stop].contiguous()
+        ends = torch.tensor([0, stop - start], dtype=torch.int32, device=self.q.device)
+        table, used = self.block_table[seq : seq + 1], self.seqused_k[seq : seq + 1]
+        return AttentionInputs(self.q[start:stop], self.k_cache, self.v_cache, table, ends, used, options)
+
     def oracle(self) -> tuple[Tensor, Tensor]:
         """out [total_q, H, Dv] and lse [H, total_q] in float64. Source: chapter 01."""
         return self.call(reference.attention, return_lse=True)

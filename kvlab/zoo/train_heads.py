@@ -67,23 +67,19 @@ class HeadedModel(nn.Module):
         with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
             with torch.set_grad_enabled(self.joint):
                 states = self.decoder.hidden(batch, self.cache)
-                logits = self.decoder.logits(states) if self.joint else None
+                logits = self.decoder.logits(states)
             length, most = windows.shape[1] - 1, self.heads.num_heads
             states = states.view(len(windows), length, -1)
+            own = None if self.joint else logits.softmax(dim=-1).view(len(windows), length, -1)
             ahead = length - most  # places from which every head still has something to name
             made, losses = states[:, :ahead].flatten(0, 1), []
             for k in range(most):
                 known = self.decoder.embed_tokens(windows[:, k + 1 : k + 1 + ahead]).flatten(0, 1)
                 made = self.heads(k, made, known)
-                scores = self.decoder.logits(made)
-                if self.joint:
-                    losses.append(functional.cross_entropy(scores, windows[:, k + 2 : k + 2 + ahead].flatten()))
-                else:
-                    with torch.no_grad():
-                        wanted = self.decoder.logits(states[:, k + 1 : k + 1 + ahead].flatten(0, 1)).softmax(dim=-1)
-                    losses.append(functional.cross_entropy(scores, wanted))
+                wanted = windows[:, k + 2 : k + 2 + ahead] if own is None else own[:, k + 1 : k + 1 + ahead]
+                losses.append(functional.cross_entropy(self.decoder.logits(made), wanted.flatten(0, 1)))
         loss = torch.stack(losses).mean()
-        if logits is None:
+        if not self.joint:
             return loss
         return functional.cross_entropy(logits, windows[:, 1:].flatten()) + self.share * loss
 
