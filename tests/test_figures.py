@@ -280,6 +280,16 @@ def test_memory_map_shows_states_over_time():
         figures.memory_map(ax, [])
 
 
+def test_memory_maps_show_runs_side_by_side(capsys):
+    states = [np.array([0, 1, 2, 2], np.uint8)]
+    figures.memory_maps({"rows": states, "pages": states}, alt="two maps")
+    figures.memory_maps({"pages": states}, alt="one map", caption="It is full.")
+    assert capsys.readouterr().out == "[Figure: two maps]\n[Figure: one map]\nIt is full.\n"
+    for bad in ({}, {"rows": []}):
+        with pytest.raises(ValueError, match="is empty"):
+            figures.memory_maps(bad, alt="none")
+
+
 def test_what_is_not_recorded_is_an_empty_list_and_a_line(measured, capsys):
     assert len(figures.recorded("ceilings.read")) == 2
     assert capsys.readouterr().out == ""

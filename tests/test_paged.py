@@ -518,6 +518,19 @@ def test_writing_through_strides(impl, heads, size, v_size):
         assert int(flat.isnan().all(-1).all(-1).sum()) == 12 - 4
 
 
+@needs_triton
+@pytest.mark.parametrize(("tokens", "heads", "size", "block_size"), [(1, 1, 1, 1), (7, 2, 40, 3), (20, 1, 256, 128)])
+def test_the_kernel_writes_what_pytorch_writes(tokens, heads, size, block_size):
+    torch.manual_seed(0)
+    new = torch.randn(2, tokens, heads, size, device=ON)
+    pools = torch.full((2, 2, 40, block_size, heads, size), float("nan"), device=ON)
+    slots = torch.randperm(40 * block_size, device=ON)[:tokens]
+    slots[1::4] = -1
+    for pool, impl in zip(pools, ("triton", "torch"), strict=True):
+        paged.reshape_and_cache(*new, *pool, slots, impl=impl)
+    torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -861,6 +861,12 @@ TERMS = len(scheduler.FittedCost.TERMS)
 ROW = {"shape": {name: getattr(SHAPE, name) for name in StepShape.__dataclass_fields__}, "ms": 5.0}
 
 
+def queue_of(client):
+    queue = scheduler.FairQueue()
+    queue.push(Request(0, [1], client=client))
+    return queue
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -915,9 +921,9 @@ ROW = {"shape": {name: getattr(SHAPE, name) for name in StepShape.__dataclass_fi
         (lambda: scheduler.FirstCome().put_back(3), "request is 3"),
         (lambda: scheduler.FairQueue().push(3), "request is 3"),
         (lambda: scheduler.FairQueue().put_back(3), "request is 3"),
-        (lambda: scheduler.FairQueue().charge(["a"], -1), "tokens is -1"),
-        (lambda: scheduler.FairQueue().charge(["a"], math.nan), "tokens is nan"),
-        (lambda: scheduler.FairQueue().charge([3], 1), "clients names 3"),
+        (lambda: queue_of("a").charge("a", -1), "tokens is -1"),
+        (lambda: queue_of("a").charge("a", math.nan), "tokens is nan"),
+        (lambda: scheduler.FairQueue().charge(3, 1), "client is 3"),
     ],
 )
 def test_public_names_refuse(call, match):

@@ -129,6 +129,10 @@ def test_serving_finishes_every_request_once(pages):
     assert run.at_once == statistics.mean(run.running[len(run.running) // 2 :])
     assert len(run.states) == -(-len(run.shares) // 5)
     assert (run.preempted > 0) == pages  # pages admit more than can grow
+    row = run.row()
+    assert list(row.values())[3:] == [run.at_once, 30, run.preempted]
+    assert sum(list(row.values())[:3]) == pytest.approx(100)
+    assert row["% with a token"] == pytest.approx(100 * run.mean(workloads.FILLED))
     few = workloads.serve(type(memory)(64, 4) if pages else memory, requests, 40, max_running=1)
     assert set(few.running) == {1}
 

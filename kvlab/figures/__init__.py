@@ -12,7 +12,16 @@ from __future__ import annotations
 
 from kvlab.display import markdown
 from kvlab.figures._charts import bars, fit_exponent, growth, heatmap, plot, roofline, stacked_bars, timeline
-from kvlab.figures._pictures import block_tables, cache_map, memory_map, occupied, tiles, token_boxes, visible
+from kvlab.figures._pictures import (
+    block_tables,
+    cache_map,
+    memory_map,
+    memory_maps,
+    occupied,
+    tiles,
+    token_boxes,
+    visible,
+)
 from kvlab.figures._records import by_impl, by_shape, by_way, measured_hardware, record_line, recorded, records, table
 from kvlab.figures._style import CARD, COLORS, DPI, EMPTY, INK, figure, png, show, shown, style
 
@@ -35,6 +44,7 @@ __all__ = [
     "markdown",
     "measured_hardware",
     "memory_map",
+    "memory_maps",
     "occupied",
     "plot",
     "png",

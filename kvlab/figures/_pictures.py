@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvlab.figures._style import COLORS, EMPTY, INK, figure
+from kvlab.figures._style import COLORS, EMPTY, INK, figure, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,3 +240,20 @@ def tiles(ax: Axes, q_len: int, kv_len: int, M: int, N: int, title: str = "") ->
     ax.plot(*(np.argwhere(seen.numpy()).T[::-1] + 0.5), ".", color=INK, ms=2)
     ax.set(title=title, xlabel="key", ylabel="query", xlim=(0, kv_len), ylim=(q_len, 0), yticks=range(0, q_len, M))
     ax.grid(False)
+
+
+def memory_maps(runs: Mapping[str, Sequence[Any]], *, alt: str, caption: str = "") -> None:
+    """Draw ``memory_map`` of several runs side by side, a title each, and show them.
+
+    Shapes and units: ``runs`` maps a title to its snapshots, as ``memory_map`` takes them.
+
+    Raises: ValueError where there are no runs, one has no states, or ``alt`` is empty.
+
+    Source: chapter 02.
+    """
+    if not runs:
+        raise ValueError("runs is empty; it must hold the states of one run or more")
+    fig, axes = figure(3.2 * len(runs), 3.2, columns=len(runs))
+    for ax, (title, states) in zip([axes] if len(runs) == 1 else axes, runs.items(), strict=True):
+        memory_map(ax, states, title)
+    show(fig, alt=alt, caption=caption)

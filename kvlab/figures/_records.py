@@ -131,12 +131,12 @@ def by_impl(found: Mapping[tuple[Any, ...], Mapping[str, float]]) -> dict[str, t
 
 
 def table(
-    title: str, found: Mapping[tuple[Any, ...], Mapping[str, float]], axes: Sequence[str], *, base: Sequence[str]
+    title: str, found: Mapping[tuple[Any, ...], Mapping[str, float]], axes: Sequence[str], *, base: Sequence[str] = ()
 ) -> None:
     """Show what ``by_shape`` gave as a table: a row a shape, each value with, in parentheses, its ratio to the base.
 
     Shapes and units: ``title`` stands in the corner; ``axes`` name the entries of a shape; ``base`` names the
-    implementation to divide by, in order of preference. Nothing is shown where nothing was found.
+    implementation to divide by, in order of preference (none: no ratios). Nothing is shown where nothing was found.
 
     Source: chapter 03.
     """

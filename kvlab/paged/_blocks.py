@@ -190,11 +190,13 @@ class BlockManager:
 
         Source: chapter 02.
         """
-        needed = 0
+        needed, size = 0, self.block_size
         writers: dict[int, int] = {}  # blocks that will be written to, and by how many of the sequences
         for seq_id, length in lengths.items():
-            table = self.table(seq_id)
-            needed += max(0, self.num_blocks(length) - len(table))
+            table = self._tables.get(seq_id, ())
+            missing = -(-length // size) - len(table)
+            if missing > 0:
+                needed += missing
             for place in self._written(seq_id, length):
                 writers[table[place]] = writers.get(table[place], 0) + 1
         for block, count in writers.items():
@@ -365,10 +367,11 @@ class BlockManager:
 
     def _written(self, seq_id: int, length: int) -> range:
         """Places in the table whose blocks are there and will be written to on the way to ``length`` tokens."""
-        current = self._lengths.get(seq_id, 0)
-        if length <= current:
+        current, held = self._lengths.get(seq_id, 0), len(self._tables.get(seq_id, ()))
+        first = current // self.block_size
+        if length <= current or first >= held:
             return range(0)
-        return range(current // self.block_size, min(len(self.table(seq_id)), self.num_blocks(length)))
+        return range(first, min(held, self.num_blocks(length)))
 
     def _own(self, table: array[int], place: int) -> None:
         """Copy-on-write: a block of one's own at this place of the table."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
 
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._request import WAITING, Request
@@ -102,18 +101,16 @@ class FairQueue:
         """The waiting request that came first, whoever's it is. Source: chapter 06."""
         return self._ages.peek()
 
-    def charge(self, clients: Iterable[str], tokens: float) -> None:
-        """Enter work in accounts: so many tokens (0 or more) for each client, once for each time that it is named.
+    def charge(self, client: str, tokens: float) -> None:
+        """Enter work done for a client (tokens, 0 or more) in its account.
 
         Raises: ValueError for a client that never had a request here, or tokens that are no such number.
 
         Source: Sheng et al. 2024.
         """
-        tokens, named, accounts = checks.number(tokens, "tokens", 0), list(clients), self.accounts
-        for client in set(named).difference(accounts):
-            raise ValueError(f"clients names {client!r:.80}; each must have had a request in this queue")
-        for client in named:
-            accounts[client] += tokens
+        if not isinstance(client, str) or client not in self.accounts:
+            raise ValueError(f"client is {client!r:.80}; it must have had a request in this queue")
+        self.accounts[client] += checks.number(tokens, "tokens", 0)
 
     def _enter(self, client: str) -> None:
         self._ties += 1

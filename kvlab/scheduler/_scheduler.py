@@ -413,8 +413,10 @@ class Scheduler:
         """Enter the work in the clients' accounts."""
         if isinstance(self.queue, FairQueue):
             for request, chunk in step.prefills.items():
-                self.queue.charge([request.client], chunk)
-            self.queue.charge([request.client for request in step.decodes], self.decode_weight)
+                self.queue.charge(request.client, chunk)
+            accounts, weight = self.queue.accounts, self.decode_weight
+            for request in step.decodes:  # as charge does; but these are many
+                accounts[request.client] += weight
 
     def _require_in_flight(self, step: Step) -> None:
         if step is not self._in_flight:

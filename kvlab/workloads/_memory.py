@@ -219,6 +219,17 @@ class Run:
         half = self.running[len(self.running) // 2 :]
         return sum(half) / len(half)
 
+    def row(self) -> dict[str, float]:
+        """The run as a row of ``figures.table``.
+
+        Shapes and units: shares of slots in percent and requests at once, means over the second half of the steps;
+        requests finished, and how often a running one was put back, over all steps.
+
+        Raises: ValueError where nothing ran.  Source: chapter 02."""
+        kinds = {"% with a token": FILLED, "% reserved, empty": RESERVED, "% not reserved": FREE}
+        shares = {name: 100 * self.mean(what) for name, what in kinds.items()}
+        return shares | {"at once": self.at_once, "finished": self.finished, "put back": self.preempted}
+
 
 def serve(
     memory: Contiguous | Pages, requests: Sequence[Request], steps: int, max_running: int | None = None,
