@@ -206,13 +206,15 @@ def find_chunk(head, at, count, share, chunk, work, C: gl.constexpr):
 
 
 @gluon.jit
-def next_sequence(seq, begin, late, line, chunk, work, C: gl.constexpr):
-    """The next sequence that has blocks in this line, and where it begins in either line. Source: chapter 04."""
+def next_sequence(seq, own, over, begin, late, line, chunk, work, C: gl.constexpr):
+    """The next sequence that has blocks in this line, and where it begins in either line, after one that has ``own``
+    and ``over`` of them.
+
+    Source: chapter 04.
+    """
     batch = work[2]
     more = seq >= 0
     while more:
-        _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-        own, over = parts_of(seq, blocks, chunk, C)
         begin += own
         late += over
         seq += 1
@@ -273,7 +275,7 @@ def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexp
         left -= todo
         block = block * 0
         if left > 0:
-            seq, begin, late = next_sequence(seq, begin, late, line, chunk, work, C)
+            seq, begin, late = next_sequence(seq, own, over, begin, late, line, chunk, work, C)
     return n
 
 
@@ -364,21 +366,21 @@ def write_out(acc, total, peak, rows, first, q_len, head, outputs, C: gl.constex
 
 
 @gluon.jit
-def places_of(s, r, pieces, slots, q_len, PIECES: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
-              C: gl.constexpr):  # fmt: skip
+def places_of(s, r, pieces, slots, q_len, head, kv_heads, PIECES: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr,
+              R: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Where rows from r on of pieces from s on lie, [PIECES, ROWS], and whether they are there. Source: chapter 04."""
     piece = s + gl.arange(0, PIECES, P)
     rows = r + gl.arange(0, ROWS, R)
     slot, own_pieces, late_slot = slots
     lies = gl.where(piece < own_pieces, slot + piece, late_slot + piece - own_pieces)
     there = (piece < pieces)[:, None] & (rows < gl.minimum(q_len * C.group, C.live))[None, :]
-    return lies[:, None] * C.live + rows[None, :], there
+    return (lies * kv_heads + head)[:, None] * C.live + rows[None, :], there
 
 
 @gluon.jit
-def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.constexpr):
+def merge_pieces(pieces, slots, first, q_len, head, kv_heads, parts, outputs, C: gl.constexpr):
     """Add up the pieces of an item in the order of their keys, each by the measure of its sums, and write its rows.
-    ``slots``: where its first piece lies, how many lie there, and where the rest do.
+    ``slots``: among its KV head's pieces, where its first one lies, how many lie there, and where the rest do.
 
     Source: chapter 04.
     """
@@ -400,11 +402,11 @@ def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.conste
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, W))
         acc = gl.zeros([ROWS, WIDE], gl.float32, OUT)
         for s in range(0, pieces, PIECES):
-            at, there = places_of(s, r, pieces, slots, q_len, PIECES, ROWS, gl.SliceLayout(1, W),
+            at, there = places_of(s, r, pieces, slots, q_len, head, kv_heads, PIECES, ROWS, gl.SliceLayout(1, W),
                                   gl.SliceLayout(0, W), C)  # fmt: skip
             peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
             totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-            at, there = places_of(s, r, pieces, slots, q_len, PIECES, ROWS, P, R, C)
+            at, there = places_of(s, r, pieces, slots, q_len, head, kv_heads, PIECES, ROWS, P, R, C)
             place = gl.expand_dims(at.to(gl.int64) * C.dim_v, 2) + gl.expand_dims(gl.expand_dims(columns, 0), 0)
             mask = gl.expand_dims(there, 2) & gl.expand_dims(gl.expand_dims(columns < C.dim_v, 0), 0)
             part = gl.load(part_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
@@ -451,24 +453,21 @@ def finish_item(acc, total, peak, portion, parted, lengths, outputs, parts, arri
         write_out(acc, total, peak, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
     else:
         batch, kv_heads = work[2], work[3]
-        groups = gl.num_programs(0) // kv_heads
-        item = head * batch + seq
-        slot = head * groups + item
-        late_slot = kv_heads * (groups + batch) + head * groups * CHUNKS + item
-        mine = gl.where(line == 1, late_slot + (late + block) // gl.maximum(chunk, 1), slot + (begin + block) // share)
+        late_seq = gl.num_programs(0) // kv_heads + batch + seq
+        mine = gl.where(line == 1, late_seq + (late + block) // gl.maximum(chunk, 1), seq + (begin + block) // share)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
         live = rows < gl.minimum(q_len * C.group, C.live)  # a bound that was too small does not write outside
-        at = mine * C.live + rows
+        at = (mine * kv_heads + head) * C.live + rows
         mask = live[:, None] & (columns < C.dim_v)[None, :]
         gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], acc, mask=mask)
         gl.store(peak_ptr + at, peak, mask=live)
         gl.store(total_ptr + at, total, mask=live)
         thread_barrier()  # all of this CTA's numbers are written before it counts itself
-        counter = arrived + item
+        counter = arrived + seq * kv_heads + head
         if gl.atomic_add(counter, 1, sem="acq_rel") == pieces + late_pieces - 1:
             gl.store(counter, 0)  # for the next launch
-            slots = (slot + cut, pieces, late_slot + late_cut)
-            merge_pieces(pieces + late_pieces, slots, first, q_len, head, parts, outputs, C)
+            slots = (seq + cut, pieces, late_seq + late_cut)
+            merge_pieces(pieces + late_pieces, slots, first, q_len, head, kv_heads, parts, outputs, C)
 
 
 @gluon.jit
@@ -532,7 +531,7 @@ def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, ar
         left -= todo
         block = block * 0
         if left > 0:
-            seq, begin, late = next_sequence(seq, begin, late, line, chunk, work, C)
+            seq, begin, late = next_sequence(seq, own, over, begin, late, line, chunk, work, C)
     return n
 
 
