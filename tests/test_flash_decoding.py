@@ -1217,7 +1217,8 @@ def test_the_hopper_kernel_deals_every_block_once(seed):
             form="paged", group=4, share=1, dim=128, dim_v=128, wide=128, wide_v=128, N=64, stages=3, block_size=16,
             causal=True, left=rng.choice([-1, 100, 3000]), batch=64, live=16, chunked=rng.random() < 0.8,
         )  # fmt: skip
-        chunked += dealing.deal(kernel, plan, q_lens, kv_lens, rng.choice([1, 2, 7, 8]), rng.choice([1, 5, 33, 132]))
+        kv_heads, groups = rng.choice([1, 2, 7, 8]), rng.choice([1, 5, 33])
+        chunked += dealing.deal(kernel, plan, q_lens, kv_lens, kv_heads, groups * kv_heads)
     assert chunked, "no case had blocks left over"
 
 
