@@ -25,6 +25,17 @@ def as_int(value: object, name: str) -> int:
         raise ValueError(f"{name} is {value!r}; it must be an integer") from None
 
 
+def as_count(value: object, name: str, least: int = 0) -> int:
+    """``as_int`` of a number that may not be under ``least``.
+
+    Raises: ValueError that begins with ``name``.  Source: chapter 02.
+    """
+    count = as_int(value, name)
+    if count < least:
+        raise ValueError(f"{name} is {count}; it must be {least} or more")
+    return count
+
+
 def as_ints(values: Iterable[object], name: str) -> list[int]:
     """A list, an array or a tensor of whole numbers as a list of Python ints.
 

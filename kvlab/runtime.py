@@ -171,6 +171,12 @@ def multiprocessors(on: torch.device) -> int:
     return torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 4
 
 
+@functools.cache
+def capability(on: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability, (major, minor); asked at every launch. Source: chapter 03b."""
+    return torch.cuda.get_device_capability(on)
+
+
 def counted(kernel: Any) -> Counted:
     """Decorate a jitted (or autotuned) kernel so that its launches are counted. Source: chapter 02."""
     return Counted(kernel)

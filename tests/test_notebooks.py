@@ -78,6 +78,35 @@ def test_every_figure_has_alt_text(md):
     bookmaker.prepare(nbformat.read(md.with_suffix(".ipynb"), as_version=4), md.name)
 
 
+def strays(output: str) -> list[str]:
+    """Lines of the library's source, as ``show`` prints it, that do not stand where it says, in this order."""
+    found: list[str] = []
+    for path, first, shown in re.findall(r"^# (kvlab/[\w/]+\.py):(\d+)\n((?:.+\n?|\n(?=.))*)", output, re.M):
+        lines = iter(
+            [line.strip() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()[int(first) - 1 :]]
+        )
+        head, *rest = shown.split("\n")
+        found += [] if next(lines, None) == head.strip() else [f"{path}:{first}: {head}"]
+        found += [f"{path}: {line}" for line in rest if line.strip() and not any(line.strip() == x for x in lines)]
+    return found
+
+
+@each_chapter
+def test_source_that_is_shown_stands_in_the_library(md):
+    notebook = nbformat.read(md.with_suffix(".ipynb"), 4)
+    outputs = [o.get("data", {}) for c in notebook.cells for o in c.get("outputs", [])]
+    assert [line for data in outputs for line in strays(data.get("text/plain", ""))] == []
+
+
+def test_source_that_is_out_of_date_is_found():
+    first, line = next(
+        (n, x) for n, x in enumerate((ROOT / "kvlab/cache.py").read_text().splitlines(), 1) if "def " in x
+    )
+    assert strays(f"# kvlab/cache.py:{first}\n{line.strip()}\n") == []
+    assert strays(f"# kvlab/cache.py:{first + 1}\n{line.strip()}\n") != []
+    assert strays(f"# kvlab/cache.py:{first}\n{line.strip()}\n    return nothing of the kind\n") != []
+
+
 @pytest.fixture(scope="module")
 def bare():
     """Children as on a machine that has neither Jupyter nor Triton; with a GPU, Triton is there."""

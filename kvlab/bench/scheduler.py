@@ -163,7 +163,7 @@ class Server:
     def run(self, step: Step) -> list[int]:
         """One pass over a step of ``fill``, undone afterwards; gives the tokens. Source: chapter 06."""
         tokens = forward(self.model, self.cache, step)
-        requests = list(step.requests)
+        requests = step.requests
         take_back(self.cache, [r.request_id for r in requests], [r.num_computed_tokens for r in requests])
         return tokens
 

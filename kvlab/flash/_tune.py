@@ -163,7 +163,7 @@ def chip(device: torch.device) -> tuple[str, tuple[int, int] | None, int]:
 @functools.cache
 def _gpu(device: torch.device) -> tuple[str, tuple[int, int], int]:
     shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), shared
+    return torch.cuda.get_device_name(device), runtime.capability(device), shared
 
 
 @functools.cache

@@ -665,7 +665,7 @@ def store(out_desc, outputs, q, ring, at, acc, inverse,
 
 
 @counted
-@gluon.jit(do_not_specialize=["table_row", "width"])  # a server's change every step
+@gluon.jit(do_not_specialize=["table_row", "q_tiles", "width"])  # a server's change every step
 def flash_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sink_ptr, table_ptr, plan_ptr, counter, cu_q, cu_k, used,
     table_row, out_seq, out_token, out_head, lse_seq, lse_head, heads, q_tiles, q_len, kv_len, num_tiles, width,

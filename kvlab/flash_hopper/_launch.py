@@ -35,16 +35,10 @@ def unavailable(on: torch.device) -> str | None:
         return f"the tensors are on the {'CPU' if on.type == 'cpu' else on.type}"
     if runtime.INTERPRET:
         return "Triton's interpreter is on, and Gluon has none"
-    major, minor = _capability(on)
+    major, minor = runtime.capability(on)
     if (major, minor) != (9, 0):
         return f"this GPU is sm_{major}{minor} and the kernel is for sm_90"
     return None
-
-
-@functools.cache
-def _capability(on: torch.device) -> tuple[int, int]:
-    """Asked at every launch."""
-    return torch.cuda.get_device_capability(on)
 
 
 def refusal(
@@ -157,9 +151,9 @@ def forward(
     rows = (0, 0) if lse is None else (lse.stride(0), lse.stride(1)) if form == "dense" else (0, lse.stride(0))
     flash_hopper_kernel[(min(sms, bound),)](
         q_desc, k_desc, v_desc, out_desc, out, lse, sinks, block_table, order, _counter(q.device), cu_seqlens_q,
-        cu_seqlens_k, seqused_k, 0 if block_table is None else block_table.stride(0), *strides, *rows, packs,
-        q_tiles if form == "dense" else 0, q_len, kv_len, num_tiles, max(1, 2 * sms // q_tiles),
-        scale * (1.0 if softcap > 0 else LOG2E.value), softcap, C=plan, num_warps=4,
+        cu_seqlens_k, seqused_k, 0 if block_table is None else block_table.stride(0), *strides, *rows, packs, q_tiles,
+        q_len, kv_len, num_tiles, max(1, 2 * sms // q_tiles), scale * (1.0 if softcap > 0 else LOG2E.value), softcap,
+        C=plan, num_warps=4,
     )  # fmt: skip
 
 

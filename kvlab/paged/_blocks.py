@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvlab.batch import as_int, as_ints
+from kvlab.batch import as_count, as_int, as_ints
 from kvlab.cache import CacheFull, check_truncate
 
 
@@ -61,10 +61,10 @@ class BlockPool:
 
         Source: chapter 02.
         """
-        count = count if type(count) is int else _count("count", count)
+        count = count if type(count) is int else as_count(count, "count")
         start, refs, free = self._head, self._refs, self._free
         if not 0 <= count <= len(free) - start:
-            raise OutOfBlocks(_count("count", count), self.num_free)
+            raise OutOfBlocks(as_count(count, "count"), self.num_free)
         end = self._head = start + count
         blocks = free[start:end]  # slices and list.extend run in C: this is called for every block of every request
         for block in blocks:
@@ -225,7 +225,7 @@ class BlockManager:
 
         Source: chapter 02.
         """
-        lengths = {as_int(s, "seq_id"): _count("length", length) for s, length in lengths.items()}
+        lengths = {as_int(s, "seq_id"): as_count(length, "length") for s, length in lengths.items()}
         needed = self.blocks_needed(lengths)
         if needed > self.pool.num_free:
             raise OutOfBlocks(needed, self.pool.num_free)
@@ -263,7 +263,7 @@ class BlockManager:
         Source: chapter 02; chapter 08 finds the blocks.
         """
         seq_id = as_int(seq_id, "seq_id")
-        length = _count("length", len(blocks) * self.block_size if length is None else length)
+        length = as_count(len(blocks) * self.block_size if length is None else length, "length")
         if seq_id in self._tables:
             raise ValueError(f"sequence {seq_id} is already known; free it before it adopts blocks")
         if self.num_blocks(length) != len(blocks):
@@ -388,10 +388,3 @@ class BlockManager:
             for block in blocks:
                 if not self.pool.ref_count(block):
                     self._copies.pop(block, None)
-
-
-def _count(name: str, value: object) -> int:
-    count = as_int(value, name)
-    if count < 0:
-        raise ValueError(f"{name} is {count}; it must be 0 or more")
-    return count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvlab.batch import as_int
+from kvlab.batch import as_count, as_int
 from kvlab.paged import BlockManager, OutOfBlocks
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._queues import FairQueue, FirstCome
@@ -64,8 +64,8 @@ class Scheduler:
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
         self.manager, self.policy = manager, policy
-        self.max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
-        self.max_num_seqs = _count("max_num_seqs", max_num_seqs)
+        self.max_num_batched_tokens = as_count(max_num_batched_tokens, "max_num_batched_tokens", 1)
+        self.max_num_seqs = as_count(max_num_seqs, "max_num_seqs", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs is {max_num_seqs}; it must be at most max_num_batched_tokens, {max_num_batched_tokens}: "
@@ -74,12 +74,12 @@ class Scheduler:
         threshold = long_prefill_token_threshold
         self.max_chunk = self.max_num_batched_tokens
         if threshold is not None:
-            self.max_chunk = min(self.max_chunk, _count("long_prefill_token_threshold", threshold))
+            self.max_chunk = min(self.max_chunk, as_count(threshold, "long_prefill_token_threshold", 1))
         self.capacity = manager.pool.num_blocks * manager.block_size  # tokens
         # the newest token of a text is not stored, so a text may be one longer than the pool
         self.max_length = self.capacity + 1
         if max_model_len is not None:
-            self.max_length = min(self.max_length, _count("max_model_len", max_model_len))
+            self.max_length = min(self.max_length, as_count(max_model_len, "max_model_len", 1))
         self.reserve = math.ceil(checks.number(watermark, "watermark", 0, 0.99) * manager.pool.num_blocks)  # blocks
         self.max_wait = checks.seconds(max_wait, "max_wait", least=0)
         self.share = max(1, int(checks.number(aged_share, "aged_share", 0, 1) * self.max_num_batched_tokens))  # tokens
@@ -170,7 +170,7 @@ class Scheduler:
         """The requests that have ended, for whatever reason, and were not taken yet: all, or the first ``count``.
 
         Raises: ValueError for a count that is no integer, 0 or more.  Source: chapter 06."""
-        count = len(self._done) if count is None else _count("count", count, least=0)
+        count = len(self._done) if count is None else as_count(count, "count")
         done, self._done = self._done[:count], self._done[count:]
         return done
 
@@ -471,10 +471,3 @@ def _finish_reason(request: Request) -> str | None:
     if request.stops and request.tokens and request.tokens[-1] in request.stops:
         return "stop"
     return "length" if request.num_tokens >= request.limit else None
-
-
-def _count(name: str, value: object, least: int = 1) -> int:
-    count = as_int(value, name)
-    if count < least:
-        raise ValueError(f"{name} is {count}; it must be {least} or more")
-    return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvlab.batch import as_int
+from kvlab.batch import as_count
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._costs import CostModel, StepShape
 from kvlab.scheduler._metrics import Metrics
@@ -25,9 +25,8 @@ class Places:
     """
 
     def __init__(self, count: int) -> None:
-        if as_int(count, "count") < 1:
-            raise ValueError(f"count is {count}; it must be 1 or more")
-        self.lanes: dict[str, list[tuple[float, float, str]]] = {str(i): [] for i in range(count)}
+        names = map(str, range(as_count(count, "count", 1)))
+        self.lanes: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names}
         self.steps: list[tuple[float, float, StepShape]] = []
         self._place: dict[Request, str] = {}
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvlab import costs
-from kvlab.batch import as_int, as_ints
+from kvlab.batch import as_count, as_int, as_ints
 from kvlab.config import ModelConfig, is_number
 
 
 def _require_share(alpha: float) -> None:
     if not is_number(alpha) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha!r}; it must be a probability, 0 to 1")
-
-
-def _require_count(name: str, value: int, least: int) -> int:
-    count = as_int(value, name)
-    if count < least:
-        raise ValueError(f"{name} is {count}; it must be {least} or more")
-    return count
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -32,7 +25,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     Source: chapter 05; Leviathan et al. 2023, equation 1.
     """
     _require_share(alpha)
-    gamma = _require_count("gamma", gamma, 0)
+    gamma = as_count(gamma, "gamma")
     return float(sum(alpha**i for i in range(gamma + 1)))
 
 
@@ -53,13 +46,11 @@ def saturation(
     for name, value, kind in (("config", config, ModelConfig), ("hardware", hardware, costs.Hardware)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r}; it must be a {kind.__name__}")
-    context, batch = _require_count("context", context, 0), _require_count("batch", batch, 1)
+    context, batch = as_count(context, "context"), as_count(batch, "batch", 1)
     one = costs.decode(config, context + 1, batch, dtype)
     read = one.bytes_weights + batch * costs.kv_bytes(config, context, 1, dtype)
     params = costs.num_parameters(config)
-    per_token = 2.0 * params.active + costs.visible_pairs(1, context + 1) * one.flops_attention / max(
-        1, batch * costs.visible_pairs(1, context + 1)
-    )
+    per_token = 2.0 * params.active + one.flops_attention / batch
     return read / hardware.bandwidth / (per_token / hardware.flops)
 
 
@@ -86,7 +77,7 @@ def speedup(
     Source: chapter 05; Leviathan et al. 2023, theorem 3.8; Liu et al. 2024 on the batch.
     """
     tokens = expected_tokens(alpha, gamma)
-    gamma, batch = as_int(gamma, "gamma"), _require_count("batch", batch, 1)
+    gamma, batch = as_int(gamma, "gamma"), as_count(batch, "batch", 1)
     if not is_number(cost_ratio) or cost_ratio < 0:
         raise ValueError(f"cost_ratio is {cost_ratio!r}; it must be a number, 0 or more")
     if isinstance(saturation, bool) or not isinstance(saturation, int | float) or not saturation > 0:

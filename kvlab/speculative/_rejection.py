@@ -93,7 +93,7 @@ def rejection_sample(
                 draft_tokens.contiguous(), q, p, None if parents is None else parents.contiguous(),
                 accept_uniforms.contiguous(), sample_uniforms.contiguous(), left, made.tokens, made.nodes,
                 made.num_accepted, vocab, drafts, *((0, 0) if q is None else q.stride()[:2]), *p.stride()[:2],
-                BLOCK=min(_BLOCK, max(16, runtime.triton.next_power_of_2(vocab))), num_warps=_WARPS,
+                BLOCK=min(_BLOCK, max(16, runtime.next_power_of_2(vocab))), num_warps=_WARPS,
             )  # fmt: skip
     return made
 
@@ -156,8 +156,8 @@ def _reference(
     parents: Tensor | None,
 ) -> Accepted:  # fmt: skip
     """The specification, for all sequences side by side: parents stand before their nodes, so one pass is enough."""
-    (batch, drafts), vocab, rows = draft_tokens.shape, target_probs.shape[2], torch.arange(len(draft_tokens))
-    rows = rows.to(draft_tokens.device)
+    (batch, drafts), vocab = draft_tokens.shape, target_probs.shape[2]
+    rows = torch.arange(batch, device=draft_tokens.device)
     made = _empty(batch, drafts, draft_tokens.device)
     at = torch.full_like(made.num_accepted, -1)  # the draft that was accepted last
     p = target_probs[:, 0].double()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvlab import scheduler
-from kvlab.batch import as_int
+from kvlab.batch import as_count, as_int
 from kvlab.sampling import SamplingParams
 from kvlab.scheduler import _checks as checks
 from kvlab.workloads._lengths import Request
@@ -56,20 +56,13 @@ def bursty(rate: float, count: int, seed: int = 0, burst: float = 8.0) -> list[f
 def _checked_arrivals(rate: float, count: int, seed: int) -> tuple[float, int, random.Random]:
     if checks.number(rate, "rate", 0, unit=" of arrivals a second") == 0:
         raise ValueError(f"rate is {rate!r}; it must be a positive number of arrivals a second")
-    return float(rate), _count("count", count), random.Random(as_int(seed, "seed"))
+    return float(rate), as_count(count, "count"), random.Random(as_int(seed, "seed"))
 
 
 def _finite(times: list[float], rate: float) -> list[float]:
     if times and times[-1] == math.inf:
         raise ValueError(f"rate is {rate!r}; at such a rate the last of {len(times)} does not come in finite time")
     return times
-
-
-def _count(name: str, value: object) -> int:
-    count = as_int(value, name)
-    if count < 0:
-        raise ValueError(f"{name} is {count}; it must be 0 or more")
-    return count
 
 
 def arriving(
@@ -153,7 +146,7 @@ def load_trace(path: str | Path, *, limit: int | None = None, speed: float = 1.0
     """
     if checks.number(speed, "speed", 0) == 0:
         raise ValueError(f"speed is {speed!r}; it must be a positive number")
-    limit = None if limit is None else _count("limit", limit)
+    limit = None if limit is None else as_count(limit, "limit")
     with Path(path).open(encoding="utf-8") as lines:
         texts = list(itertools.islice(lines, limit))
     found, times = [], []
@@ -187,7 +180,7 @@ def decodes_and_prompts(
     """
     if checks.seconds(gap, "gap", least=0) == 0:
         raise ValueError(f"gap is {gap!r}; it must be a positive number of seconds")
-    decodes, prompts = _count("decodes", decodes), _count("prompts", prompts)
+    decodes, prompts = as_count(decodes, "decodes"), as_count(prompts, "prompts")
     short, rng = arriving([Request(512, answer)] * decodes, [0.0] * decodes), random.Random(as_int(seed, "seed"))
     times = [max(0.0, 1.0 + gap * (i + rng.uniform(-0.2, 0.2))) for i in range(prompts)]
     return together(short, arriving([Request(prompt_len, 64)] * prompts, times, first_id=decodes))
