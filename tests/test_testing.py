@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -330,6 +332,20 @@ def test_bugs_in_a_cache_are_caught(method):
     assert_caught(check_cache, method, CACHE_BUGS[method])
 
 
+def test_what_a_planted_bug_computes_gives_no_warning():
+    """In the interpreter a stray read may meet any bits; a notebook must not print other lines for it in every run."""
+
+    def check(fn):
+        large = np.float32(np.finfo(np.float32).max)
+        assert np.isfinite(fn() * large * np.zeros(1)), "not finite"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_caught(check, lambda: 1, {"overflows, and is not a number": lambda: np.float32(np.inf)})
+        with pytest.raises(RuntimeWarning):
+            check(lambda: np.float32(np.inf))  # what the original computes still warns
+
+
 def test_a_bug_that_no_check_notices_is_named():
     with pytest.raises(AssertionError, match="does not notice: harmless"):
         assert_caught(lambda fn: None, reference.visible_keys, {"harmless": ("k_slot = ", "k_slot  = ")})
@@ -356,6 +372,8 @@ def test_a_substitution_must_stand_once_and_change_something():
         planted(reference.visible_keys, ("k_slot = ", "k_slot  = "), give="nothing")
     with pytest.raises(ValueError, match="must name what to return"):
         planted("x = 1", ("1", "2"))
+    with pytest.raises(ValueError, match="stands inside a function"):
+        planted(lambda: 1, ("1", "2"))
     namespace = {}
     exec("def made(): return 1", namespace)
     with pytest.raises(ValueError, match="source not available"):
