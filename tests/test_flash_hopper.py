@@ -180,7 +180,7 @@ for form, dim, group, options in [
         command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found.append({"name": f"{form} {dim}", "said": said, "shared": done.metadata.shared,
-                  "loops": list(block_loops(sass)),
+                  "loops": list(block_loops(sass)), "overwritten": overwritten_barriers(done.asm["ptx"]),
                   "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
                   **{word: word in sass for word in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")}})
 """
@@ -198,6 +198,7 @@ def test_it_compiles_to_asynchronous_products_and_copies_and_keeps_its_loop_in_r
         assert kernel["USETMAXREG"], kernel
         assert "serialized" not in kernel["said"], kernel  # ptxas gives up asynchrony with a remark only
         assert kernel["shared"] <= 227 * 1024, kernel
+        assert not kernel["overwritten"], kernel
         assert kernel["spills"] <= 128, kernel  # a few numbers of a tile, kept aside while its blocks are computed
         assert len(kernel["loops"]) == 2, kernel  # one a consumer
         assert kernel["loops"] == [0, 0], kernel

@@ -1,11 +1,12 @@
 """Split-KV decoding for Hopper, in Gluon: a CTA (a program) has two warps that load pages and four that compute.
 
-All blocks of keys of all items (a sequence and a KV head) stand in one line, which is cut into equal shares, one a CTA.
-But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth is left over,
-in a line of its own, and whoever is done takes chunks of that one. A share or a chunk covers the end of one item, whole
-items, and the beginning of another; whoever brings the last piece of an item merges its pieces. The cuts depend on
-nothing but lengths, so results do not depend on who took what. Chapter 04 tells why; the device functions of chapter
-03b are used again.
+For each KV head all blocks of keys of all sequences stand in a line, which is cut into equal shares, one a CTA. Heads
+take turns: neighbouring CTAs read the same keys of neighbouring heads, which lie side by side in memory, at about the
+same time. But the memory serves some multiprocessors faster than others. So where there is much to read, an eighth is
+left over, in a line of its own, and whoever is done takes chunks of that one. A share or a chunk covers the end of one
+item (a sequence and a KV head), whole items, and the beginning of another; whoever brings the last piece of an item
+merges its pieces. The cuts depend on nothing but lengths, so results do not depend on who took what. Chapter 04 tells
+why; the device functions of chapter 03b are used again.
 """
 
 from __future__ import annotations
@@ -153,41 +154,40 @@ def share_of(work, C: gl.constexpr):
     Source: chapter 04; stream-K, and FlashInfer's scheduler.
     """
     batch, kv_heads = work[2], work[3]
+    group = gl.program_id(0) // kv_heads
+    groups = gl.num_programs(0) // kv_heads
     ALL: gl.constexpr = gl.BlockedLayout([C.batch // 128 if C.batch > 128 else 1], [32], [4], [0])
     seqs = gl.arange(0, C.batch, ALL)
     _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
-    programs = gl.num_programs(0)
-    total = gl.sum(blocks, 0) * kv_heads
+    total = gl.sum(blocks, 0)
     left = total * 0
     chunk = total * 0
     if C.chunked:
-        left = gl.where(total >= ENOUGH * programs, gl.sum(left_over(seqs, blocks), 0) * kv_heads, 0)
-        chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, CHUNKS * programs), LEAST_CHUNK), 0)
+        left = gl.where(total >= ENOUGH * groups, gl.sum(left_over(seqs, blocks), 0), 0)
+        chunk = gl.where(left > 0, gl.maximum(gl.cdiv(left, CHUNKS * groups), LEAST_CHUNK), 0)
         total -= left
-    share = gl.maximum(gl.cdiv(total, programs), 1)
-    at = gl.program_id(0) * share
+    share = gl.maximum(gl.cdiv(total, groups), 1)
+    at = group * share
     own, over = parts_of(seqs, blocks, chunk, C)
-    before = gl.associative_scan(own, 0, add) * kv_heads <= at
+    before = gl.associative_scan(own, 0, add) <= at
     seq = gl.sum(before.to(gl.int32), 0)
-    begin = gl.sum(gl.where(before, own, 0), 0) * kv_heads
+    begin = gl.sum(gl.where(before, own, 0), 0)
     late = total * 0
     if C.chunked:
-        late = gl.sum(gl.where(before, over, 0), 0) * kv_heads
-    each = gl.maximum(gl.sum(gl.where(seqs == seq, own, 0), 0), 1)
-    rest = at - begin
+        late = gl.sum(gl.where(before, over, 0), 0)
     count = gl.maximum(gl.minimum(share, total - at), 0)
-    return (seq, rest // each, rest % each, count, batch * 0, begin, late, share, chunk), left
+    return (seq, gl.program_id(0) % kv_heads, at - begin, count, batch * 0, begin, late, share, chunk), left
 
 
 @gluon.jit
-def find_chunk(at, count, share, chunk, work, C: gl.constexpr):
-    """The portion of ``count`` blocks from number ``at`` on of the line of chunks: its sequence, KV head and block of
-    theirs in that line; how many blocks; which line, 0 for shares and 1 for chunks; where the sequence begins in either
-    line; and the size of shares and of chunks.
+def find_chunk(head, at, count, share, chunk, work, C: gl.constexpr):
+    """The portion of ``count`` blocks from number ``at`` on of a KV head's line of chunks: its sequence, the head and
+    the sequence's block in that line; how many blocks; which line, 0 for shares and 1 for chunks; where the sequence
+    begins in either line; and the size of shares and of chunks.
 
     Source: chapter 04.
     """
-    batch, kv_heads = work[2], work[3]
+    batch = work[2]
     ALL: gl.constexpr = gl.BlockedLayout([C.looked // 32], [32], [1], [0])
     seq = at * 0
     begin = at * 0
@@ -197,40 +197,31 @@ def find_chunk(at, count, share, chunk, work, C: gl.constexpr):
         seqs = base + gl.arange(0, C.looked, ALL)
         _first, _q_len, _kv_len, _low, blocks = lengths_of(seqs, seqs < batch, work, C)
         own, over = parts_of(seqs, blocks, chunk, C)
-        before = passed + gl.associative_scan(over, 0, add) * kv_heads <= at
-        passed += gl.sum(over, 0) * kv_heads
+        before = passed + gl.associative_scan(over, 0, add) <= at
+        passed += gl.sum(over, 0)
         seq += gl.sum(before.to(gl.int32), 0)
-        begin += gl.sum(gl.where(before, own, 0), 0) * kv_heads
-        late += gl.sum(gl.where(before, over, 0), 0) * kv_heads
-    seq = gl.minimum(seq, batch - 1)
-    _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, True, work, C)
-    _own, over = parts_of(seq, blocks, chunk, C)
-    each = gl.maximum(over, 1)
-    return seq, (at - late) // each, (at - late) % each, count, batch * 0 + 1, begin, late, share, chunk
+        begin += gl.sum(gl.where(before, own, 0), 0)
+        late += gl.sum(gl.where(before, over, 0), 0)
+    return gl.minimum(seq, batch - 1), head, at - late, count, batch * 0 + 1, begin, late, share, chunk
 
 
 @gluon.jit
-def next_item(seq, head, begin, late, line, chunk, work, C: gl.constexpr):
-    """The item after this one that has blocks in this line: the next KV head, or the first of a later sequence; and
-    where its sequence begins in either line.
+def next_sequence(seq, own, over, begin, late, line, chunk, work, C: gl.constexpr):
+    """The next sequence that has blocks in this line, and where it begins in either line, after one that has ``own``
+    and ``over`` of them.
 
     Source: chapter 04.
     """
-    batch, kv_heads = work[2], work[3]
-    head += 1
-    if head == kv_heads:
-        head = head * 0
-        more = head == 0
-        while more:
-            _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk, C)
-            begin += own * kv_heads
-            late += over * kv_heads
-            seq += 1
-            _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
-            own, over = parts_of(seq, blocks, chunk, C)
-            more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
-    return seq, head, begin, late
+    batch = work[2]
+    more = seq >= 0
+    while more:
+        begin += own
+        late += over
+        seq += 1
+        _first, _q_len, _kv_len, _low, blocks = lengths_of(seq, seq < batch, work, C)
+        own, over = parts_of(seq, blocks, chunk, C)
+        more = (gl.where(line == 1, over, own) == 0) & (seq < batch)
+    return seq, begin, late
 
 
 # --- what the warps of a CTA tell each other --------------------------------------------------------------------------
@@ -284,7 +275,7 @@ def load_portion(desc, full, buffers, portion, n, table, work, FREE: gl.constexp
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
+            seq, begin, late = next_sequence(seq, own, over, begin, late, line, chunk, work, C)
     return n
 
 
@@ -296,9 +287,10 @@ def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table,
     Source: chapter 04.
     """
     share, chunk = portion[7], portion[8]
+    kv_heads = work[3]
     chunks = left * 0
     if chunk > 0:
-        chunks = gl.cdiv(left, chunk)
+        chunks = gl.cdiv(left, chunk) * kv_heads
     n = 0
     heard = 0
     more = (portion[3] > 0) | (chunks > 0)
@@ -306,14 +298,15 @@ def load_keys(desc, full, buffers, ring, told_full, taken, portion, left, table,
         n = load_portion(desc, full, buffers, portion, n, table, work, K_FREE, C)
         more = chunks > 0
         if C.chunked:
-            at = left * 0
+            number = left * 0
             if more:
                 number = gl.atomic_add(taken, 1)
                 if number == chunks + gl.num_programs(0) - 1:  # nobody comes after: ready for the next launch
                     gl.store(taken, 0)
-                at = number * chunk
+            at = number // kv_heads * chunk  # heads take turns, as they do among the shares
             count = gl.where(more, gl.maximum(gl.minimum(chunk, left - at), 0), 0)
-            portion = find_chunk(at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails there
+            head = number % kv_heads
+            portion = find_chunk(head, at, count, share, chunk, work, C)  # not under an if: Triton 3.6 fails there
             if more:
                 announce(ring, told_full, heard, portion, C)
             heard += 1
@@ -373,21 +366,21 @@ def write_out(acc, total, peak, rows, first, q_len, head, outputs, C: gl.constex
 
 
 @gluon.jit
-def places_of(s, r, pieces, slots, q_len, PIECES: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
-              C: gl.constexpr):  # fmt: skip
+def places_of(s, r, pieces, slots, q_len, head, kv_heads, PIECES: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr,
+              R: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Where rows from r on of pieces from s on lie, [PIECES, ROWS], and whether they are there. Source: chapter 04."""
     piece = s + gl.arange(0, PIECES, P)
     rows = r + gl.arange(0, ROWS, R)
     slot, own_pieces, late_slot = slots
     lies = gl.where(piece < own_pieces, slot + piece, late_slot + piece - own_pieces)
     there = (piece < pieces)[:, None] & (rows < gl.minimum(q_len * C.group, C.live))[None, :]
-    return lies[:, None] * C.live + rows[None, :], there
+    return (lies * kv_heads + head)[:, None] * C.live + rows[None, :], there
 
 
 @gluon.jit
-def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.constexpr):
+def merge_pieces(pieces, slots, first, q_len, head, kv_heads, parts, outputs, C: gl.constexpr):
     """Add up the pieces of an item in the order of their keys, each by the measure of its sums, and write its rows.
-    ``slots``: where its first piece lies, how many lie there, and where the rest do.
+    ``slots``: among its KV head's pieces, where its first one lies, how many lie there, and where the rest do.
 
     Source: chapter 04.
     """
@@ -409,11 +402,11 @@ def merge_pieces(pieces, slots, first, q_len, head, parts, outputs, C: gl.conste
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, W))
         acc = gl.zeros([ROWS, WIDE], gl.float32, OUT)
         for s in range(0, pieces, PIECES):
-            at, there = places_of(s, r, pieces, slots, q_len, PIECES, ROWS, gl.SliceLayout(1, W),
+            at, there = places_of(s, r, pieces, slots, q_len, head, kv_heads, PIECES, ROWS, gl.SliceLayout(1, W),
                                   gl.SliceLayout(0, W), C)  # fmt: skip
             peaks = gl.load(peak_ptr + at, mask=there, other=-INF, cache_modifier=".cg")
             totals = gl.load(total_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-            at, there = places_of(s, r, pieces, slots, q_len, PIECES, ROWS, P, R, C)
+            at, there = places_of(s, r, pieces, slots, q_len, head, kv_heads, PIECES, ROWS, P, R, C)
             place = gl.expand_dims(at.to(gl.int64) * C.dim_v, 2) + gl.expand_dims(gl.expand_dims(columns, 0), 0)
             mask = gl.expand_dims(there, 2) & gl.expand_dims(gl.expand_dims(columns < C.dim_v, 0), 0)
             part = gl.load(part_ptr + place, mask=mask, other=0.0, cache_modifier=".cg")
@@ -454,29 +447,27 @@ def finish_item(acc, total, peak, portion, parted, lengths, outputs, parts, arri
     total = gl.convert_layout(gl.sum(total, 1), ROW)
     peak = gl.convert_layout(peak, ROW)
     rows = gl.arange(0, C.M, ROW)
-    begin += head * own
-    late += head * over
     cut, pieces = cuts(begin, own, share)
     late_cut, late_pieces = cuts(late, over, chunk)
     if pieces + late_pieces == 1:
         write_out(acc, total, peak, rows, first, q_len, head, outputs, C, gl.SliceLayout(0, O))
     else:
-        item = seq * work[3] + head
-        late_slot = gl.num_programs(0) + work[2] * work[3] + item
-        mine = gl.where(line == 1, late_slot + (late + block) // gl.maximum(chunk, 1), item + (begin + block) // share)
+        batch, kv_heads = work[2], work[3]
+        late_seq = gl.num_programs(0) // kv_heads + batch + seq
+        mine = gl.where(line == 1, late_seq + (late + block) // gl.maximum(chunk, 1), seq + (begin + block) // share)
         columns = gl.arange(0, C.wide_v, gl.SliceLayout(0, O))
         live = rows < gl.minimum(q_len * C.group, C.live)  # a bound that was too small does not write outside
-        at = mine * C.live + rows
+        at = (mine * kv_heads + head) * C.live + rows
         mask = live[:, None] & (columns < C.dim_v)[None, :]
         gl.store(part_ptr + (at.to(gl.int64) * C.dim_v)[:, None] + columns[None, :], acc, mask=mask)
         gl.store(peak_ptr + at, peak, mask=live)
         gl.store(total_ptr + at, total, mask=live)
         thread_barrier()  # all of this CTA's numbers are written before it counts itself
-        counter = arrived + item
+        counter = arrived + seq * kv_heads + head
         if gl.atomic_add(counter, 1, sem="acq_rel") == pieces + late_pieces - 1:
             gl.store(counter, 0)  # for the next launch
-            slots = (item + cut, pieces, late_slot + late_cut)
-            merge_pieces(pieces + late_pieces, slots, first, q_len, head, parts, outputs, C)
+            slots = (seq + cut, pieces, late_seq + late_cut)
+            merge_pieces(pieces + late_pieces, slots, first, q_len, head, kv_heads, parts, outputs, C)
 
 
 @gluon.jit
@@ -540,7 +531,7 @@ def attend_portion(q, qb, kb, vb, k_full, v_full, portion, n, outputs, parts, ar
         left -= todo
         block = block * 0
         if left > 0:
-            seq, head, begin, late = next_item(seq, head, begin, late, line, chunk, work, C)
+            seq, begin, late = next_sequence(seq, own, over, begin, late, line, chunk, work, C)
     return n
 
 
@@ -584,8 +575,9 @@ def flash_decoding_hopper_kernel(
     for i in gl.static_range(C.stages + 0):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-    for i in gl.static_range(C.heard + 0):
-        mbarrier.init(told_full.index(i), count=1)
+    if C.chunked:  # else nobody waits for them, and the compiler gives their memory to what the warps are handed
+        for i in gl.static_range(C.heard + 0):
+            mbarrier.init(told_full.index(i), count=1)
     after_the_kernel_before()
     work = (cu_q, used, batch, kv_heads)
     share, left = share_of(work, C)

@@ -105,13 +105,14 @@ def launch(
     left, right = (min(w, prefill.FAR) for w in window_size)
     live = next_power_of_2(max(LEAST_LIVE, min(max_seqlen_q * group, MAX_ROWS)))
     tile = tiling(dim, dim_v, keys_of_multiprocessor(q, k_cache, batch, max_seqlen_k))
-    blocks = batch * kv_heads * cdiv(max(max_seqlen_k, 1), tile.N)  # at most
-    programs = min(tile.ctas * multiprocessors(q.device), blocks)
+    blocks = batch * cdiv(max(max_seqlen_k, 1), tile.N)  # of a KV head, at most
+    groups = min(max(1, tile.ctas * multiprocessors(q.device) // kv_heads), blocks)
+    programs = groups * kv_heads
     plan = DecodePlan(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
         batch=next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
-        stages=tile.stages, chunked=live <= MOST_LIVE and blocks >= ENOUGH.value * programs,
+        stages=tile.stages, chunked=live <= MOST_LIVE and blocks >= ENOUGH.value * groups,
     )  # fmt: skip
     pieces = (2 + CHUNKS.value) * programs + 2 * batch * kv_heads  # no more than items and cuts, in either line
     slots = pieces * live
