@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,41 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: Shazeer 2020 (GLU variants)."""
     return functional.silu(gate) * up
+
+
+def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Several projections of x [T, d], each [T, out]: one product where their weights lie one after the other in
+    memory, as ``Decoder.merge_projections`` lays them, and no gradient is wanted.
+
+    Source: chapter 07; vLLM merges the same projections."""
+    weight = None if torch.is_grad_enabled() else _as_one([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = _as_one(biases) if biases else None
+    if weight is None or (biases and (bias is None or len(biases) < len(layers))):
+        return tuple(layer(x) for layer in layers)
+    return functional.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that lie one after the other in one piece of memory as one tensor, along their first dimension."""
+    first = parts[0]
+    for a, b in itertools.pairwise(parts):
+        together = a.data_ptr() + a.nbytes == b.data_ptr() and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
+        if not (together and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
+            return None
+    if not all(part.is_contiguous() for part in parts) or first.numel() == 0:
+        return None
+    return first.as_strided((sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride())
+
+
+def _lay_together(layers: list[nn.Linear]) -> None:
+    """Give the layers weights and biases that lie one after the other in memory, with the values they have."""
+    for name in ("weight", "bias"):
+        parts = [getattr(layer, name) for layer in layers]
+        if all(part is not None for part in parts):
+            whole = torch.cat([part.detach() for part in parts])
+            for part, piece in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+                part.data = piece
 
 
 @dataclass(frozen=True)
@@ -79,9 +115,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
         """x [T, d] to [T, d]; k and v of the T tokens go into the cache. Source: chapter 01."""
         heads = (-1, self.head_dim)
-        q = self.ops.rotate(self.q_norm(self.q_proj(x).unflatten(1, heads)), cos, sin)  # [T, H, D]
-        k = self.ops.rotate(self.k_norm(self.k_proj(x).unflatten(1, heads)), cos, sin)  # [T, H_kv, D]
-        v = self.v_proj(x).unflatten(1, heads)
+        q, k, v = (y.unflatten(1, heads) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
+        q = self.ops.rotate(self.q_norm(q), cos, sin)  # [T, H, D]
+        k = self.ops.rotate(self.k_norm(k), cos, sin)  # [T, H_kv, D]
         return self.o_proj(cache.attend(self.layer, q, k, v).flatten(1))
 
 
@@ -97,7 +133,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, d] to [T, d]. Source: Shazeer 2020."""
-        return self.down_proj(self.ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.ops.swiglu(*project(x, self.gate_proj, self.up_proj)))
 
 
 class DecoderLayer(nn.Module):
@@ -156,6 +192,20 @@ class Decoder(nn.Module):
         if torch.device(device).type != "meta":
             self.apply(_init_weights)
 
+    def merge_projections(self) -> Decoder:
+        """Lay the weights of q, k and v, and those of gate and up, one after the other in memory; gives the decoder.
+
+        Then each group is one product wherever no gradient is wanted: fewer launches, and larger ones. Names, values
+        and training stay as they are; moving or converting the decoder parts the weights again.
+
+        Source: chapter 07; vLLM's and SGLang's merged projections.
+        """
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            _lay_together([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+            _lay_together([layer.mlp.gate_proj, layer.mlp.up_proj])
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where the weights are. Source: chapter 01."""
@@ -191,8 +241,10 @@ class Decoder(nn.Module):
     def hidden(self, batch: Batch, cache: KVCache) -> Tensor:
         """The last hidden states [T, d] of a batch for which the cache is prepared. Source: chapter 07."""
         x = self.embed_tokens(batch.token_ids)
-        q_lens = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
-        lengths = batch.seq_lens.repeat_interleave(q_lens, output_size=batch.num_tokens)
+        lengths = None
+        if self.rope.needs_lengths:
+            q_lens = batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]
+            lengths = batch.seq_lens.repeat_interleave(q_lens, output_size=batch.num_tokens)
         cos, sin = (t.to(x.dtype) for t in self.rope.table(batch.positions, lengths))
         for layer in self.layers:
             x = layer(x, cos, sin, cache)

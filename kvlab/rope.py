@@ -78,8 +78,8 @@ class Rope:
     """Cosines and sines for the positions of a batch.
 
     Shapes and units: ``table(positions [T], lengths [T])`` gives cos, sin [T, head_dim] float32. ``lengths`` is the
-    length in tokens of each token's own sequence and matters to ``dynamic`` alone: a sequence's angles never depend
-    on what else is in the batch.
+    length in tokens of each token's own sequence and matters to ``dynamic`` alone (``needs_lengths``): a sequence's
+    angles never depend on what else is in the batch.
 
     Raises: ValueError where head_dim is odd.
 
@@ -93,18 +93,30 @@ class Rope:
         self.trained = config.rope.original_max_seq_len or config.max_seq_len
         self.inv_freq, self.attention_factor = frequencies(config.rope, config.head_dim, config.max_seq_len)
 
-    def table(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether angles depend on how long a sequence is. Source: Su et al. 2021; dynamic NTK scaling."""
+        return self.rope.kind == "dynamic"
+
+    def table(self, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, both [T, head_dim] float32, of positions [T] in sequences of lengths [T].
+
+        Raises: ValueError where the angles need lengths and there are none.
 
         Source: Su et al. 2021."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
         inv_freq = self.inv_freq[None, :]
-        if self.rope.kind == "dynamic":
+        if self.needs_lengths:
+            if lengths is None:
+                raise ValueError(f"lengths is None; {self.rope.kind} angles depend on the length of each sequence")
             inv_freq = _dynamic_frequencies(self.rope, self.head_dim, self.trained, lengths)
         angles = positions[:, None].float() * inv_freq
         angles = torch.cat([angles, angles], dim=1)
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -152,9 +152,29 @@ for capability in (80, 86, 89, 90):
 """
 
 
+FUSED = r"""
+from kvlab import fused
+
+pointers = ("x_ptr", "weight_ptr", "cos_ptr", "sin_ptr", "gate_ptr", "up_ptr", "out_ptr")
+for capability in (80, 86, 89, 90):
+    for dtype in ("*bf16", "*fp32"):
+        types = dict.fromkeys(pointers, dtype) | dict(eps="fp32")
+        for width in (64, 4096, 16384):
+            build(capability, f"rms_norm {dtype} {width}", inner(fused.rms_norm_kernel), types, dict(WIDTH=width),
+                  num_warps=fused._warps(width))
+        for size in (64, 128, 256):
+            values = dict(HALF=size // 2, BLOCK=fused.HEADS, WIDTH=size // 2)
+            build(capability, f"rotate {dtype} {size}", inner(fused.rotate_kernel), types, values,
+                  num_warps=fused._warps(fused.HEADS * size // 2))
+        build(capability, f"swiglu {dtype}", inner(fused.swiglu_kernel), types, dict(BLOCK=fused.ELEMENTS))
+"""
+
+
 @pytest.fixture(scope="module")
 def everything(pytestconfig):
-    return compiling.child(pytestconfig, paged=PAGED, flash=FLASH, decoding=DECODING, speculative=SPECULATIVE)
+    return compiling.child(
+        pytestconfig, paged=PAGED, flash=FLASH, decoding=DECODING, speculative=SPECULATIVE, fused=FUSED
+    )
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +240,10 @@ def test_flash_decoding_fits_the_shared_memory(compiled_decoding):
         assert kernel["shared"] <= kernel.get("bound", ROOM[kernel["sm"]]) <= ROOM[kernel["sm"]], kernel
 
 
-def test_speculative_kernels_compile_without_spills(everything):
-    found = everything["speculative"]
-    assert len(found) == 4 * 6
+@pytest.mark.parametrize(("name", "count"), [("speculative", 4 * 6), ("fused", 4 * 2 * 7)])
+def test_small_kernels_compile_without_spills(everything, name, count):
+    found = everything[name]
+    assert len(found) == count
     for kernel in found:
         assert kernel["said"] > 0, f"ptxas said nothing of spills for {kernel}"
         assert kernel["spills"] == 0, kernel

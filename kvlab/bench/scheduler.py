@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvlab import config as configs
-from kvlab import figures, flash_decoding, workloads
+from kvlab import figures, flash_decoding, fused, workloads
 from kvlab.bench import Record, Session, Timing, measure
 from kvlab.bench._session import device_name
 from kvlab.cache import take_back
@@ -134,7 +134,7 @@ class Server:
         config = replace(configs.get(name), max_seq_len=32_768 if _in_full(session) else 4096)
         dtype = torch.bfloat16 if session.on_gpu else torch.float32
         torch.manual_seed(0)
-        model = Decoder(config, dtype=dtype, device=session.device)
+        model = Decoder(config, fused.OPS, dtype=dtype, device=session.device).merge_projections()
         cache = PagedCache(
             config, _num_blocks(session), BLOCK_SIZE, attention=flash_decoding.attention, dtype=dtype,
             device=session.device,

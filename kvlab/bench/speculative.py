@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvlab import config as configs
-from kvlab import flash_decoding, speculative, zoo
+from kvlab import flash_decoding, fused, speculative, zoo
 from kvlab.bench import Record, Session, measure
 from kvlab.bench._rounds import Pass, Rounds, best
 from kvlab.generate import generate
@@ -141,12 +141,14 @@ def pairs(session: Session) -> list[str]:
 
 
 def build(session: Session, name: str) -> Decoder:
-    """A decoder to time: the shipped weights, or random ones of a real model's shape. Source: chapter 05."""
+    """A decoder to time, as it would be served: the shipped weights, or random ones of a real model's shape.
+
+    Source: chapter 05."""
     dtype = torch.bfloat16 if session.on_gpu else torch.float32
     if name in zoo.NAMES:
-        return zoo.load(name, session.device, dtype)
+        return zoo.load(name, session.device, dtype, ops=fused.OPS).merge_projections()
     torch.manual_seed(0)
-    return Decoder(configs.get(name), dtype=dtype, device=session.device)
+    return Decoder(configs.get(name), fused.OPS, dtype=dtype, device=session.device).merge_projections()
 
 
 def time_pass(session: Session, model: Decoder, batch: int, q_len: int, length: int, calls: int = 1) -> float:

@@ -233,6 +233,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise ValueError(f"{file} is not a tokenizer: {error}") from None
 
 
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: merged projections share one piece, which safetensors refuses."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def save(decoder: Decoder, path: str | os.PathLike[str], architecture: str = "LlamaForCausalLM") -> None:
     """Write a decoder as a Hugging Face folder (``config.json``, ``model.safetensors``) that transformers reads too.
 
@@ -272,7 +277,7 @@ def save(decoder: Decoder, path: str | os.PathLike[str], architecture: str = "Ll
             )
     from safetensors.torch import save_file  # kept out of `import kvlab`
 
-    weights = {_hf_name(key): tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
+    weights = {_hf_name(key): _alone(tensor.detach().cpu().contiguous()) for key, tensor in weights.items()}
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     partials = {name: folder / f".{name}.partial" for name in (_SINGLE, "config.json")}

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from kvlab.model import Decoder
+    from kvlab.model import Decoder, Ops
 
 NAMES = ("stdlib-7m", "stdlib-1m")
 
@@ -49,11 +49,13 @@ def _verify(relative: str) -> Path:
     return file
 
 
-def load(name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Decoder:
+def load(
+    name: str, device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, ops: Ops | None = None
+) -> Decoder:
     """One of the two decoders that ship, its files' checksums verified.
 
     Shapes and units: ``name`` is "stdlib-7m" or "stdlib-1m"; ``device`` None is ``runtime.device()``; ``dtype`` None
-    is bfloat16 (as stored) on a GPU and float32 on a CPU, where bfloat16 is slow.
+    is bfloat16 (as stored) on a GPU and float32 on a CPU, where bfloat16 is slow; ``ops`` as in ``Decoder``.
 
     Raises: ValueError for another name, device or dtype, and for a file that is missing or differs from its checksum,
     naming it.
@@ -72,7 +74,7 @@ def load(name: str, device: torch.device | str | None = None, dtype: torch.dtype
         _verify(f"{name}/{file}")
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return checkpoint.load(FOLDER / name, device=device, dtype=dtype)
+    return checkpoint.load(FOLDER / name, device=device, dtype=dtype, ops=ops)
 
 
 @functools.cache
