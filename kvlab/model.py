@@ -36,7 +36,9 @@ def project(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
     memory, as ``Decoder.merge_projections`` lays them, and no gradient is wanted.
 
     Source: chapter 07; vLLM merges the same projections."""
-    weight = None if torch.is_grad_enabled() else _as_one([layer.weight for layer in layers])
+    if torch.is_grad_enabled() or any(type(layer) is not nn.Linear for layer in layers):  # one may have been replaced
+        return tuple(layer(x) for layer in layers)
+    weight = _as_one([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = _as_one(biases) if biases else None
     if weight is None or (biases and (bias is None or len(biases) < len(layers))):

@@ -91,6 +91,14 @@ def test_dynamic_angles_of_a_sequence_do_not_depend_on_its_neighbours():
     assert not torch.allclose(cos[0], cos[2], atol=1e-3)
 
 
+def test_dynamic_angles_without_lengths_are_refused():
+    rope = Rope(replace(CONFIG, rope=RopeConfig(kind="dynamic", factor=4.0)))
+    assert rope.needs_lengths
+    assert not Rope(CONFIG).needs_lengths
+    with pytest.raises(ValueError, match="lengths is None"):
+        rope.table(torch.tensor([3]))
+
+
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     rope = RopeConfig(kind="llama3", factor=8.0, original_max_seq_len=1000, low_freq_factor=1.0, high_freq_factor=4.0)
     found, factor = frequencies(rope, D, 8000)

@@ -16,6 +16,7 @@ from kvlab.runtime import cdiv, multiprocessors, next_power_of_2
 LEAST_BATCH = 32  # sequences that a warp looks at together
 LEAST_LIVE = 4
 MOST_LIVE = 16  # rows of an item: more make pieces that cost more than they win
+MOST_WIDE = 128  # of heads: the sums of wider ones leave no register to count chunks in
 FEW_KEYS = 512
 REGISTERS = 65536  # of a multiprocessor
 THREADS = 256  # that a CTA has registers for: four warps that compute, and a warpgroup for the two that load
@@ -80,6 +81,14 @@ def tiling(dim: int, dim_v: int, keys: int) -> Tiling:
     return Tiling(wide, wide_v, n, stages, ctas)
 
 
+def leaves_over(tile: Tiling, live: int) -> bool:
+    """Whether blocks may be left over, to be dealt out as chunks, where there are enough of them.
+
+    Shapes and units: ``live`` as ``DecodePlan``. Source: chapter 04.
+    """
+    return live <= MOST_LIVE and max(tile.wide, tile.wide_v) <= MOST_WIDE
+
+
 def keys_of_multiprocessor(q: Tensor, k_cache: Tensor, batch: int, max_seqlen_k: int) -> int:
     """Keys that a multiprocessor reads at most, by the bounds. Shapes and units: as ``launch``. Source: chapter 04."""
     return batch * k_cache.shape[2] * max_seqlen_k // multiprocessors(q.device)
@@ -112,7 +121,7 @@ def launch(
         form="paged", group=group, share=1, dim=dim, dim_v=dim_v, causal=causal, left=left, right=right,
         block_size=block_size, softcap=softcap > 0, sinks=sinks is not None, lse=lse is not None,
         batch=next_power_of_2(max(LEAST_BATCH, batch)), live=live, wide=tile.wide, wide_v=tile.wide_v, N=tile.N,
-        stages=tile.stages, chunked=live <= MOST_LIVE and blocks >= ENOUGH.value * groups,
+        stages=tile.stages, chunked=leaves_over(tile, live) and blocks >= ENOUGH.value * groups,
     )  # fmt: skip
     pieces = (2 + CHUNKS.value) * programs + 2 * batch * kv_heads  # no more than items and cuts, in either line
     slots = pieces * live
