@@ -63,6 +63,8 @@ class Batch:
         logits_indices  [R] int64, rows of the T whose logits are wanted
         tree_mask       [T] int64 or None; bit j: this token sees new token j of its own sequence
         q_lens, past_lens   the same facts as Python lists, so that no host code ever reads the device
+        max_seqlen_q    a bound on the new tokens of any sequence, None for the largest of q_lens; the batch that a
+                        graph captures gives one that holds whenever it is replayed
 
     Source: chapter 01; vLLM and FlashAttention use the same names.
     """
@@ -76,6 +78,7 @@ class Batch:
     q_lens: list[int]
     past_lens: list[int]
     tree_mask: Tensor | None = None
+    max_seqlen_q: int | None = None
 
     @property
     def num_tokens(self) -> int:

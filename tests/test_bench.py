@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab import bench, flash_decoding, paged, reference, runtime, speculative
 from kvlab import config as configs
+from kvlab.batch import Batch
 from kvlab.bench import (
     FIELDS,
     Record,
@@ -41,6 +42,7 @@ from kvlab.bench import (
     table,
 )
 from kvlab.bench.__main__ import main
+from kvlab.bench._captured import CapturedDecoder, Size
 from kvlab.bench._rounds import Pass, Rounds
 from kvlab.bench._session import commit
 from kvlab.bench.speculative import matching_alpha
@@ -899,6 +901,107 @@ def test_a_step_of_each_kind_is_run_before_the_clock():
     scheduler._warm(session, server, scheduler.fixed(session), scheduler.WAYS["chunked 512"], warm)
     assert warm == set(kinds)
     assert server.cache.manager.seq_ids == []
+
+
+# --- captured passes -------------------------------------------------------------------------------------------------
+
+
+def captured(dtype=torch.float32):
+    """The smallest model, a cache for its plain passes, and its captured ones over another."""
+    config = replace(configs.get("stdlib-1m"), max_seq_len=512)
+    torch.manual_seed(0)
+    model = Decoder(config, dtype=dtype, device=runtime.device())
+    caches = [
+        paged.PagedCache(config, 100, 8, attention=flash_decoding.attention, dtype=dtype, device=model.device,
+                         max_model_len=longest)
+        for longest in (None, 200)
+    ]  # fmt: skip
+    return model, caches[0], CapturedDecoder(model, caches[1], decodes=[2, 4], tokens=[8, 48], rows=5)
+
+
+HISTORY = [  # (sequence, new tokens) of each pass
+    [(0, 7)], [(1, 20), (2, 11)], [(0, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1), (2, 1)], [(0, 1), (3, 30)],
+    [(0, 1), (1, 1), (2, 1), (3, 1)], [(0, 1), (1, 1), (2, 1), (3, 1), (4, 44)], [(4, 3), (2, 3)], [(5, 60)],
+    [(n, 1) for n in range(6)], [(0, 1), (5, 90), (1, 1)], [(4, 1), (5, 1)],
+]  # fmt: skip
+WHERE = [Size(8, 5, 8), Size(48, 5, 48), Size(2, 2, 1), Size(2, 2, 1), Size(4, 4, 1), Size(48, 5, 48), Size(4, 4, 1),
+         Size(48, 5, 48), Size(8, 5, 8), None, None, None, Size(2, 2, 1)]  # fmt: skip
+
+
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not runtime.HAS_GPU or runtime.INTERPRET, reason="needs a GPU")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 2e-2, marks=NEEDS_GPU)]
+)
+@pytest.mark.parametrize(
+    "first", [pytest.param(True, id="captured before"), pytest.param(False, id="captured on the way")]
+)
+def test_a_padded_pass_gives_the_logits_of_a_plain_one(dtype, bound, first):
+    model, cache, made = captured(dtype)
+    if first:
+        made.capture(most_tokens=100)
+        assert set(made._passes) == set(made.sizes)
+        assert all(one.captured for one in made._passes.values()) == runtime.HAS_GPU
+    numbers = torch.Generator().manual_seed(0)
+    for repeat in range(4):
+        past: dict[int, int] = {}
+        for at, new in enumerate(HISTORY):
+            ids, lens = [n for n, _ in new], [past.get(n, 0) for n, _ in new]
+            tokens = [torch.randint(4096, (count,), generator=numbers).tolist() for _, count in new]
+            wanted = Batch.build(ids, tokens, lens, device=model.device)
+            batch = Batch.build(ids, tokens, lens, device=made.device)
+            if at % 3 == 1:  # a chunk that is not its prompt's last asks for nothing
+                wanted.logits_indices, batch.logits_indices = wanted.logits_indices[1:], batch.logits_indices[1:]
+            assert made.size_of(batch) == WHERE[at]
+            with torch.inference_mode():
+                right, found = model(wanted, cache), made(batch, made.cache)
+            assert found.shape == right.shape
+            assert (found - right).norm() <= bound * right.norm(), f"pass {at}"
+            past.update((n, past.get(n, 0) + count) for n, count in new)
+            assert {n: made.cache.length(n) for n in past} == past
+        for n in past:
+            cache.free(n)
+            made.cache.free(n)
+        assert (made.replayed, made.plain) == (10 * (repeat + 1), 3 * (repeat + 1))
+
+
+def test_a_captured_pass_that_fails_changes_nothing(monkeypatch):
+    _, _, made = captured()
+
+    def batch(tokens, past=0):
+        return Batch.build([7], [[1] * tokens], [past])
+
+    with torch.inference_mode():
+        made(batch(5), made.cache)
+        with pytest.raises(ValueError, match="max_model_len is 200"):
+            made(batch(196, 5), made.cache)
+        with pytest.raises(ValueError, match="continues at 4"):
+            made(batch(1, 4), made.cache)
+        monkeypatch.setattr(CapturedDecoder, "_send", lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                made(batch(3, 5), made.cache)
+            assert made.cache.length(7) == 5
+        monkeypatch.undo()
+        made(batch(3, 5), made.cache)
+    assert made.cache.length(7) == 8
+    made.cache.manager.audit()
+
+
+def test_what_cannot_be_captured_is_refused():
+    model, cache, made = captured()
+    sizes = {"decodes": [2], "tokens": [8], "rows": 4}
+    with pytest.raises(ValueError, match="no max_model_len"):
+        CapturedDecoder(model, cache, **sizes)
+    with pytest.raises(ValueError, match="not the one"):
+        made(Batch.build([0], [[1]], [0]), cache)
+    stretched = replace(model.config, rope=replace(model.config.rope, kind="dynamic", factor=2.0))
+    with pytest.raises(ValueError, match="depend on lengths"):
+        CapturedDecoder(Decoder(stretched), made.cache, **sizes)
+    trees = Batch.build([0], [[1, 2]], [0], tree_mask=[[1, 3]])
+    assert made.size_of(trees) is None
+    assert made.size_of(Batch.build([0], [[1, 2]], [0], all_logits=True)) is None
 
 
 # --- speculation -----------------------------------------------------------------------------------------------------

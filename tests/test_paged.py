@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from kvlab import config as configs
 from kvlab import paged, runtime, testing, workloads, zoo
 from kvlab.batch import Batch
 from kvlab.generate import generate
@@ -437,6 +438,35 @@ def test_buffers_keep_their_address_and_survive_growth():
     assert {name: b.device.data_ptr() for name, b in cache._buffers.items()} == addresses
     cache.prepare(Batch.build([1], [[1] * 300], [0]))
     assert cache._buffers["slots"].device[:300].tolist() == cache.manager.slots(1, 0, 300)
+
+
+def test_tables_of_one_width_and_a_bound_for_a_captured_pass():
+    seen = []
+
+    def attention(q, k_cache, v_cache, **arguments):
+        seen.append((tuple(arguments["block_table"].shape), arguments["max_seqlen_q"], arguments["max_seqlen_k"]))
+        return paged.attention(q, k_cache, v_cache, **arguments)
+
+    config = configs.get("stdlib-1m")
+    cache = PagedCache(config, 40, 4, attention=attention, max_model_len=30)
+    q, kv = torch.randn(5, config.num_heads, config.head_dim), torch.randn(5, config.num_kv_heads, config.head_dim)
+    for lens, past, bound in (([5], [0], None), ([1, 4], [5, 0], None), ([2, 3], [6, 4], 5)):
+        batch = Batch.build(range(len(lens)), [[0] * n for n in lens], past)
+        batch.max_seqlen_q = bound
+        cache.prepare(batch)
+        cache.attend(0, q, kv, kv)
+    assert seen == [((1, 8), 5, 32), ((2, 8), 4, 32), ((2, 8), 5, 32)]
+    for length, message in ((31, "sequence 9 would have 31 tokens; the cache's max_model_len is 30"), (30, None)):
+        batch = Batch.build([9], [[0] * length], [0])
+        if message is None:
+            cache.prepare(batch)
+            continue
+        with pytest.raises(ValueError, match=message):
+            cache.prepare(batch)
+        assert 9 not in cache
+    for wrong in (0, 2.5, True, "all"):
+        with pytest.raises(ValueError, match="max_model_len"):
+            PagedCache(config, 40, 4, max_model_len=wrong)
 
 
 def test_the_model_writes_the_same_text_through_pages():

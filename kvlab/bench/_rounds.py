@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvlab import flash_decoding
 from kvlab.batch import Batch
+from kvlab.bench._captured import Replayed
 from kvlab.bench._timing import measure
 from kvlab.model import Decoder
 from kvlab.paged import PagedCache
@@ -32,7 +33,7 @@ class Pass:
     turns them and the logits [B, q_len, vocab] float32 into what is wanted, on the device; ``result`` is what it gave
     last.
 
-    Source: chapter 05; chapter 07 captures whole steps.
+    Source: chapter 05.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class Pass:
         self._staging = torch.zeros(batch, dtype=torch.int64, pin_memory=on.type == "cuda")
         self._past = torch.zeros(batch, dtype=torch.int64, device=on)
         self._copied: torch.cuda.Event | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._places: list[int] = []  # what the graph has in it of the cache: its buffers, and the width of its table
-        self._calls = 0
-        self.result = torch.empty(0)
+        self._run = Replayed(self._compute, cache)
+
+    @property
+    def result(self) -> Tensor:
+        """What ``finish`` gave last. Source: chapter 05."""
+        return self._run.result
 
     def __call__(self, past: Sequence[int]) -> Tensor:
         """Run the pass on ``tokens``, which follow ``past`` tokens of each sequence; gives ``result``.
@@ -62,25 +65,9 @@ class Pass:
             self._copied.synchronize()  # the last copy may not have left yet
         self._staging.copy_(torch.tensor(past))
         self._past.copy_(self._staging, non_blocking=True)
-        if self.model.device.type != "cuda":
-            self.result = self._compute()
-            return self.result
-        self._copied = torch.cuda.current_stream().record_event()
-        places = [buffer.device.data_ptr() for buffer in self.cache._buffers.values()] + [self.cache._columns]
-        if places != self._places:  # another pass may have made them larger
-            self._graph, self._places, self._calls = None, places, 0
-        self._calls += 1
-        if self._graph is None and self._calls > 2:  # warm: kernels are compiled for these sizes, tiles are chosen
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.result = self._compute()
-            self._graph = graph
-        if self._graph is None:
-            self.result = self._compute()
-        else:
-            self._graph.replay()
-        return self.result
+        if self.model.device.type == "cuda":
+            self._copied = torch.cuda.current_stream().record_event()
+        return self._run()
 
     def _compute(self) -> Tensor:
         batch, steps = self._batch, torch.arange(self.q_len, device=self._past.device)

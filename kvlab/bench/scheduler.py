@@ -1,11 +1,13 @@
 """Chapter 06's parts: what scheduler and simulation take on the host, steps of mixed batches, serving by each policy.
 
 Weights are random, and so are the keys and values of contexts that were never computed: speed does not depend on them.
-Greedy tokens are chosen and thrown away.
+Greedy tokens are chosen and thrown away. Passes of up to some 2000 tokens are replayed from CUDA graphs: launched from
+Python, a step of a large model would take as long as its launches.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import statistics
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ import torch
 from kvlab import config as configs
 from kvlab import figures, flash_decoding, fused, workloads
 from kvlab.bench import Record, Session, Timing, measure
+from kvlab.bench._captured import CapturedDecoder
 from kvlab.bench._session import device_name
 from kvlab.cache import take_back
 from kvlab.costs import HARDWARE, Hardware
@@ -32,6 +36,12 @@ from kvlab.scheduler import Metrics, Request, RooflineCost, Scheduler, Step, Ste
 TRACE = Path(__file__).parent / "traces" / "decodes_and_prompts.jsonl"
 BLOCK_SIZE = 16
 Shape = dict[str, int | float | str]
+SIZES: dict[str, Any] = {  # of the passes that are captured
+    "decodes": [*range(8, 64, 8), *range(64, 129, 16)],
+    "tokens": [*range(16, 128, 16), *range(128, 640, 32), *range(640, 2113, 64)],
+    "rows": 128,
+}
+QUICK_SIZES: dict[str, Any] = {"decodes": [4, 8], "tokens": [16, 128], "rows": 8}
 
 Lens = list[tuple[int, int]]  # of each sequence of a step: new tokens, and its length once they are computed
 Way = tuple[str, int, int, int | None]  # policy, budget, places, longest chunk
@@ -120,28 +130,37 @@ def simulated(session: Session) -> Iterator[Record]:
 
 @dataclass(frozen=True)
 class Server:
-    """A model with random weights and the pool for its requests. Source: chapter 06."""
+    """A model with random weights, the pool for its requests, and the model's captured passes. Source: chapter 06."""
 
     model: Decoder
     cache: PagedCache
+    captured: CapturedDecoder
 
     @classmethod
+    @functools.lru_cache(maxsize=1)  # all parts of a run share one: it fills most of a GPU
     def build(cls, session: Session) -> Server:
         """A Llama-3-8B shape and a pool of 480K tokens on a GPU; the smallest model elsewhere, or in a quick run.
 
         Source: chapter 06."""
         name = "llama-3-8b" if _in_full(session) else "stdlib-1m"
-        config = replace(configs.get(name), max_seq_len=32_768 if _in_full(session) else 4096)
+        config = replace(configs.get(name), max_seq_len=20_480 if _in_full(session) else 4096)
         dtype = torch.bfloat16 if session.on_gpu else torch.float32
         torch.manual_seed(0)
         model = Decoder(config, fused.OPS, dtype=dtype, device=session.device).merge_projections()
         cache = PagedCache(
             config, _num_blocks(session), BLOCK_SIZE, attention=flash_decoding.attention, dtype=dtype,
-            device=session.device,
+            device=session.device, max_model_len=config.max_seq_len,
         )  # fmt: skip
         for memory in (cache.k, cache.v):
             memory.normal_()
-        return cls(model, cache)
+        captured = CapturedDecoder(model, cache, **(SIZES if _in_full(session) else QUICK_SIZES))
+        captured.capture(most_tokens=32_768 if _in_full(session) else 4096)
+        return cls(model, cache, captured)
+
+    @property
+    def runner(self) -> Decoder:
+        """What runs the steps: it is called as the decoder is. Source: chapter 06."""
+        return cast(Decoder, self.captured)
 
     def fill(self, lens: Lens) -> Step:
         """A step over sequences of (new tokens, length once they are computed), whose pasts are random keys and values.
@@ -162,7 +181,7 @@ class Server:
 
     def run(self, step: Step) -> list[int]:
         """One pass over a step of ``fill``, undone afterwards; gives the tokens. Source: chapter 06."""
-        tokens = forward(self.model, self.cache, step)
+        tokens = forward(self.runner, self.cache, step)
         requests = step.requests
         take_back(self.cache, [r.request_id for r in requests], [r.num_computed_tokens for r in requests])
         return tokens
@@ -296,10 +315,12 @@ def _served(
 ) -> Iterator[Record]:
     policy, budget, places, chunk = way
     scheduler = _scheduler(server, server.cache.manager, way)
+    replayed = server.captured.replayed
     run = Watched(RooflineCost(server.model.config, _hardware(session)))
-    for _ in serve(server.model, server.cache, scheduler, requests, metrics=run):
+    for _ in serve(server.runner, server.cache, scheduler, requests, metrics=run):
         pass
     found = figures_of(run)
+    found["steps replayed from graphs"] = (float(server.captured.replayed - replayed), "steps")
     if session.on_gpu:  # nothing is measured of other machines
         found["itl p99 by the roofline of its steps"] = (1e3 * run.allowed(99), "ms")
     for figure, (value, unit) in found.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab import runtime
-from kvlab.batch import Batch
+from kvlab.batch import Batch, as_count
 from kvlab.cache import check_attend, check_keep
 from kvlab.config import ModelConfig
 from kvlab.paged._blocks import BlockManager, BlockPool
@@ -27,6 +27,8 @@ class PagedCache:
     Shapes and units: k and v are [num_layers, num_blocks, block_size, H_kv, D]; ``num_blocks`` counts blocks for all
     layers together (a block holds its tokens in every layer), ``block_size`` in tokens. ``manager`` may be shared with
     a scheduler; by default it is new. ``impl`` is passed to the kernels ("torch", "triton", None: by device).
+    ``max_model_len`` bounds the tokens of any sequence and gives all block tables one width, so that a captured pass
+    can be replayed over other sequences; None: each batch's table is as wide as its longest sequence needs.
 
     Raises: ValueError for sizes under 1 or a manager of another pool; MemoryError with the size that would fit where a
     GPU is too full.
@@ -43,6 +45,7 @@ class PagedCache:
         attention: Callable[..., Any] = paged_attention,
         manager: BlockManager | None = None,
         impl: str | None = None,
+        max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -59,6 +62,7 @@ class PagedCache:
         if not callable(attention):
             raise ValueError(f"attention is {attention!r}; it must be a function of the one attention signature")
         runtime.choose(impl, torch.device(device), "PagedCache")
+        self.max_model_len = None if max_model_len is None else as_count(max_model_len, "max_model_len", 1)
         self._impl = {} if impl is None else {"impl": impl}
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         per_block = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
@@ -70,7 +74,7 @@ class PagedCache:
             for name, kind in (("table", np.int32), ("slots", np.int64), ("starts", np.int32), ("used", np.int32))
         }
         self._batch: Batch | None = None
-        self._columns = 0
+        self._columns = self._least_columns = runtime.cdiv(self.max_model_len or 1, block_size)
 
     def __contains__(self, seq_id: int) -> bool:
         """Whether a sequence is known, be it empty. Source: chapter 02."""
@@ -96,7 +100,8 @@ class PagedCache:
     def prepare(self, batch: Batch) -> None:
         """Give every sequence of the batch room for its new tokens, in blocks that it may write to; create unseen ids.
 
-        Raises: ValueError for a duplicate id or a length that does not continue; OutOfBlocks. Nothing has changed then.
+        Raises: ValueError for a duplicate id, a length that does not continue or one over ``max_model_len``;
+        OutOfBlocks. Nothing has changed then.
 
         Source: chapter 02.
         """
@@ -110,6 +115,11 @@ class PagedCache:
             if past != known:
                 raise ValueError(f"sequence {seq_id} continues at {past}, but the cache holds {known} of its tokens")
             lengths[seq_id] = past + q_len
+        if self.max_model_len is not None and max(lengths.values(), default=0) > self.max_model_len:
+            long = max(lengths, key=lengths.__getitem__)
+            raise ValueError(
+                f"sequence {long} would have {lengths[long]} tokens; the cache's max_model_len is {self.max_model_len}"
+            )
         self.manager.ensure_all(lengths)
         for seq_id, length in lengths.items():
             self.manager.advance(seq_id, length)
@@ -131,13 +141,14 @@ class PagedCache:
             )
         check_attend(self.config, batch, layer, q, k, v)
         total, count = batch.num_tokens, len(batch.q_lens)
+        most = max(batch.q_lens, default=0) if batch.max_seqlen_q is None else batch.max_seqlen_q
         view = {name: buffer.device for name, buffer in self._buffers.items()}
         if k is not None and v is not None:
             reshape_and_cache(k, v, self.k[layer], self.v[layer], view["slots"][:total], **self._impl)  # type: ignore[arg-type]
         table = view["table"][: count * self._columns].view(count, self._columns)
         return self.attention(
             q, self.k[layer], self.v[layer], block_table=table, cu_seqlens_q=view["starts"][: count + 1],
-            seqused_k=view["used"][:count], max_seqlen_q=max(batch.q_lens, default=0),
+            seqused_k=view["used"][:count], max_seqlen_q=most,
             max_seqlen_k=self._columns * self.block_size, window_size=self.config.window_size(layer),
             tree_mask=batch.tree_mask, **self._impl,
         )  # fmt: skip
@@ -198,7 +209,7 @@ class PagedCache:
         """Write block tables, slots, starts and lengths of a batch into the buffers that ``attend`` reads."""
         size, count = self.block_size, len(batch.q_lens)
         tables = [np.array(self.manager.table(s) if s is not None else (), np.int32) for s in batch.seq_ids]
-        self._columns = max(1, *map(len, tables)) if tables else 1
+        self._columns = max(self._least_columns, *map(len, tables)) if tables else self._least_columns
         table = self._buffers["table"].host(count * self._columns).reshape(count, self._columns)
         table[:] = -1
         slots = self._buffers["slots"].host(batch.num_tokens)
