@@ -1152,7 +1152,7 @@ def test_rounds_replayed_from_graphs_write_what_plain_decoding_writes(small_pair
         for speculate in (False, True):
             run = rounds.run(24, speculate=speculate)
             assert [text[:24] for text in run.texts] == [g.tokens for g in wanted]
-    assert all(one._graph is not None for one in (rounds.plain, rounds.verify, rounds.draft_first, rounds.draft_next))
+    assert all(one._run.captured for one in (rounds.plain, rounds.verify, rounds.draft_first, rounds.draft_next))
 
 
 def test_imposed_acceptance_is_what_was_asked_for(small_pair):
