@@ -828,7 +828,9 @@ def test_the_scheduler_benchmark_measures_each_of_its_parts(tmp_path):
     file = tmp_path / "records.json"
     assert main(["scheduler", "--quick", "--device", "cpu", "--out", str(file)]) == 0
     found = load(file)
-    assert {r.bench.partition(".")[2] for r in found} == {"host", "simulated", "step", "serving", "held_out"}
+    assert {r.bench.partition(".")[2] for r in found} == {
+        "host", "simulated", "step", "launched", "serving", "held_out",
+    }  # fmt: skip
     steps = [asdict(r) for r in found if r.bench == "scheduler.step"]
     model = fit_records(steps)
     assert len(model.residuals) == len(steps)
@@ -880,7 +882,8 @@ def test_timed_steps_are_the_steps_they_are_said_to_be():
     assert len(set(shapes)) == len(shapes) > 200
     assert max(s.chunk_tokens for s in shapes) == 16384
     assert max(s.decode_kv + s.chunk_kv for s in shapes) <= 480_000
-    assert max(s.decodes for s in shapes) == 128
+    assert max(s.decodes for s in shapes) == 120
+    assert max(s.decodes + s.chunks for s in shapes) < scheduler.SIZES["rows"]  # one is spare
 
 
 def test_a_step_of_each_kind_is_run_before_the_clock():

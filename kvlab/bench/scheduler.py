@@ -38,19 +38,21 @@ BLOCK_SIZE = 16
 Shape = dict[str, int | float | str]
 SIZES: dict[str, Any] = {  # of the passes that are captured
     "decodes": [*range(8, 64, 8), *range(64, 129, 16)],
-    "tokens": [*range(16, 128, 16), *range(128, 640, 32), *range(640, 2113, 64)],
+    "tokens": [*range(16, 128, 16), *range(128, 1120, 32), *range(1120, 2145, 64)],
     "rows": 128,
 }
 QUICK_SIZES: dict[str, Any] = {"decodes": [4, 8], "tokens": [16, 128], "rows": 8}
 
 Lens = list[tuple[int, int]]  # of each sequence of a step: new tokens, and its length once they are computed
+LAUNCHED: list[Lens] = [  # steps that are also launched from Python
+    [(1, 2000)] * 32, *([*[(1, 2000)] * 32, (n, 4096 + n)] for n in (256, 512, 1024, 2048)),
+]  # fmt: skip
 Way = tuple[str, int, int, int | None]  # policy, budget, places, longest chunk
 WAYS: dict[str, Way] = {  # what serves the fixed workload, here and in the simulation
     "static": ("static", 32768, 64, None),
     "continuous": ("continuous", 32768, 64, None),
-    "chunked 256": ("chunked", 320, 64, 256),
-    "chunked 512": ("chunked", 576, 64, 512),
-    "chunked 2048": ("chunked", 2112, 64, 2048),
+    **{f"chunked {n}": ("chunked", n + 32, 64, n) for n in (256, 512, 1024, 2048)},  # beside 32 texts that decode
+    "chunked 512 of 576": ("chunked", 576, 64, 512),  # what is left goes to the next prompt: 32 tokens of it
 }
 HELD_OUT_WAY: Way = ("chunked", 1024, 128, 512)
 
@@ -63,6 +65,7 @@ def run(session: Session) -> Iterator[Record]:
         scheduler.simulated  seconds in which a busy chat of so many ``requests`` is simulated
         scheduler.step       ms of one forward pass by the wall's clock, batch and sampling included; the shape is that
                              of ``scheduler.StepShape``
+        scheduler.launched   the same of a few steps, "replayed" from graphs and "launched" from Python
         scheduler.serving    figures of the fixed workload of long prompts among decodes, by policy: ms of ITL and TTFT,
                              tokens/s, seconds
         scheduler.held_out   ms of ITL and TTFT of three workloads that no model of step times was fitted to
@@ -179,9 +182,10 @@ class Server:
                 step.prefills[request] = q_len
         return step
 
-    def run(self, step: Step) -> list[int]:
-        """One pass over a step of ``fill``, undone afterwards; gives the tokens. Source: chapter 06."""
-        tokens = forward(self.runner, self.cache, step)
+    def run(self, step: Step, *, launched: bool = False) -> list[int]:
+        """One pass over a step of ``fill``, undone afterwards; gives the tokens. Where its size is captured, it is
+        replayed, if it is not to be ``launched`` from Python. Source: chapter 06."""
+        tokens = forward(self.model if launched else self.runner, self.cache, step)
         requests = step.requests
         take_back(self.cache, [r.request_id for r in requests], [r.num_computed_tokens for r in requests])
         return tokens
@@ -203,7 +207,7 @@ def grid(session: Session) -> list[Lens]:
     if not _in_full(session):
         decodes, contexts, chunks, pasts = [0, 4], [60], [16, 64], [0, 100]
     else:
-        decodes, contexts = [0, 1, 8, 32, 64, 128], [500, 2000, 6000]
+        decodes, contexts = [0, 1, 8, 32, 64, 120], [500, 2000, 6000]
         chunks, pasts = [64, 128, 256, 512, 1024, 2048, 4096, 16384], [0, 4096, 15000]
     found = [[(1, n)] * b for b in decodes for n in contexts if b]
     for b, n, chunk, past in itertools.product(decodes, contexts, chunks, pasts):
@@ -211,7 +215,7 @@ def grid(session: Session) -> list[Lens]:
             found.append([*[(1, n)] * b, (chunk, past + chunk)])
     if _in_full(session):  # several prompts in one step, as chat has them
         found += [[(p, p)] * count for p in (100, 300) for count in (1, 3, 8)]
-        found += [[*[(1, 1500)] * b, *[(200, 200)] * 3] for b in (16, 64, 128)]
+        found += [[*[(1, 1500)] * b, *[(200, 200)] * 3] for b in (16, 64, 120)]
     return [lens for lens in found if sum(-(-n // BLOCK_SIZE) for _, n in lens) <= _num_blocks(session)]
 
 
@@ -221,22 +225,34 @@ def steps(session: Session) -> Iterator[Record]:
     Source: chapter 06."""
     server, shapes = Server.build(session), grid(session)
     random.Random(0).shuffle(shapes)
-    for lens in shapes[: 4 if session.quick else 160]:
-        step = server.fill(lens)
-        shape = asdict(StepShape.of(step))
+    for lens in shapes[: 4 if session.quick else 240]:
+        yield _timed(session, server, lens)
 
-        def once(_: int, step: Step = step) -> list[int]:
-            return server.run(step)
 
-        timing = measure(
-            once, device=session.device, seconds=session.seconds(0.15), min_count=3, max_count=12, host=True
-        )
-        for request in step.requests:
-            server.cache.free(request.request_id)
-        yield session.record(
-            "scheduler.step", "kvlab", timing.ms, "ms", shape={"model": server.model.config.name, **shape},
-            dtype=server.model.dtype, timing=timing,
-        )  # fmt: skip
+def launched(session: Session) -> Iterator[Record]:
+    """A few steps launched from Python beside the same steps replayed. Source: chapter 06."""
+    server = Server.build(session)
+    for lens in LAUNCHED if _in_full(session) else [[(1, 60)] * 4]:
+        for how in ("replayed", "launched"):
+            yield _timed(session, server, lens, "scheduler.launched", how)
+
+
+def _timed(
+    session: Session, server: Server, lens: Lens, bench: str = "scheduler.step", impl: str = "kvlab"
+) -> Record:  # fmt: skip
+    step = server.fill(lens)
+    shape = asdict(StepShape.of(step))
+
+    def once(_: int) -> list[int]:
+        return server.run(step, launched=impl == "launched")
+
+    timing = measure(once, device=session.device, seconds=session.seconds(0.15), min_count=3, max_count=12, host=True)
+    for request in step.requests:
+        server.cache.free(request.request_id)
+    return session.record(
+        bench, impl, timing.ms, "ms", shape={"model": server.model.config.name, **shape}, dtype=server.model.dtype,
+        timing=timing,
+    )  # fmt: skip
 
 
 # --- whole workloads -------------------------------------------------------------------------------------------------
@@ -396,6 +412,7 @@ PARTS: dict[str, Callable[[Session], Iterator[Record]]] = {
     "host": host,
     "simulated": simulated,
     "steps": steps,
+    "launched": launched,
     "serving": serving,
     "held_out": held_out,
 }
