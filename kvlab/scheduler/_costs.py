@@ -266,7 +266,7 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return x
 
 
-def fit_records(records: Iterable[Mapping[str, Any]], label: str = "fitted to recorded steps") -> FittedCost:
+def fit_records(records: Iterable[Mapping[str, Any]], label: str = "model fitted to recorded steps") -> FittedCost:
     """Fit a model to records of ``python -m kvlab.bench scheduler --only steps``, as ``figures.records`` gives them.
 
     Raises: ValueError as ``fit``, or for a record that has no time or lacks a part of the shape.  Source: chapter 06.
