@@ -850,21 +850,30 @@ def test_the_scheduler_benchmark_runs_on_a_gpu(tmp_path):
     assert found["itl p99 by the roofline of its steps"] < found["itl p99"]
 
 
-def test_the_roofline_of_steps_that_ran():
+@pytest.mark.parametrize("policy", ["chunked", "continuous"])
+def test_the_roofline_of_gaps_is_that_of_the_steps_between_two_tokens(policy):
     cost = RooflineCost(configs.get("stdlib-1m"), scheduler.HARDWARE["h200"])
-    run, made = scheduler.Watched(cost), Scheduler(BlockManager(BlockPool(40, 4)), "chunked", 8, 4)
-    for i, prompt in enumerate((3, 20)):
-        made.add(Request(i, range(prompt), SamplingParams(max_tokens=6)))
-    shapes = []
-    while made.has_work:
+    run, made = scheduler.Watched(cost), Scheduler(BlockManager(BlockPool(40, 4)), policy, 24, 4)
+    waiting = [Request(i, range(prompt), SamplingParams(max_tokens=6)) for i, prompt in enumerate((3, 20))]
+    shapes, tokens = [], {r: [] for r in waiting}
+    while made.has_work or waiting:
+        if waiting and len(shapes) in (0, 2):  # the second prompt comes between two tokens of the first text
+            made.add(waiting.pop(0))
         step = made.schedule()
         shapes.append(StepShape.of(step))
+        for request in step.sampled:
+            tokens[request].append(len(shapes))
         made.update(step)
         run.observe(made, step, 0.0, 1.0)
-    assert run.floors == [(cost.floor(shape), shape.decodes) for shape in shapes]
-    gaps = sorted(cost.floor(shape) for shape in shapes for _ in range(shape.decodes))
-    assert run.allowed(100) == gaps[-1]
-    assert gaps[0] < run.allowed(50) <= gaps[len(gaps) // 2]
+    floors = [cost.floor(shape) for shape in shapes]
+    gaps = [sum(floors[a:b]) for at in tokens.values() for a, b in itertools.pairwise(at)]
+    assert len(gaps) == 10
+    assert sorted(run.gaps) == pytest.approx(sorted(gaps), rel=1e-9)
+    assert run.allowed(100) == pytest.approx(max(gaps))
+    if policy == "continuous":  # a gap with a whole prompt in it
+        assert run.allowed(100) == pytest.approx(floors[2] + floors[3])
+    assert min(gaps) < run.allowed(50) < max(gaps)
+    assert math.isnan(scheduler.Watched(cost).allowed(99))
 
 
 def test_timed_steps_are_the_steps_they_are_said_to_be():

@@ -152,6 +152,10 @@ def test_timeline_gives_a_kind_one_colour():
     colors = [p.get_facecolor() for p in ax.patches]
     assert colors[1] == colors[2] != colors[0]
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["prefill", "decode"]
+    assert len({p.get_hatch() for p in ax.patches}) == 2
+    _, plain = figures.figure()
+    figures.timeline(plain, {"gpu": [(0, 1, "prefill"), (1, 3, "decode")]}, hatched=False)
+    assert {(p.get_hatch(), p.get_linewidth()) for p in plain.patches} == {("", 0.0)}
     with pytest.raises(ValueError, match="before it starts"):
         figures.timeline(ax, {"gpu": [(2, 1, "x")]})
 

@@ -288,9 +288,10 @@ def held_out_workloads(quick: bool = False) -> dict[str, list[Request]]:
 
 
 class Watched(Metrics):
-    """Metrics that also keep the least time of every step: its own roofline, by what the hardware was measured to do.
+    """Metrics that also keep the least time of every gap between two tokens: the sum of what the rooflines allow the
+    steps between them, by what the hardware was measured to do.
 
-    Shapes and units: ``floors`` holds (seconds, requests that decoded) of each step.
+    Shapes and units: ``gaps`` in seconds, one for every token but a request's first.
 
     Source: chapter 06.
     """
@@ -298,7 +299,9 @@ class Watched(Metrics):
     def __init__(self, cost: RooflineCost) -> None:
         super().__init__()
         self.cost = cost
-        self.floors: list[tuple[float, int]] = []
+        self.gaps: list[float] = []
+        self._clock = 0.0
+        self._last: dict[Request, float] = {}  # when its last token came, were every step as fast as can be
 
     def observe(self, scheduler: Scheduler, step: Step, start: float, end: float) -> None:
         """Note a step, after the scheduler's ``update``: what is computed by then is what it had to read.
@@ -306,17 +309,18 @@ class Watched(Metrics):
         Source: chapter 06."""
         super().observe(scheduler, step, start, end)
         chunks = [(q, r.num_computed_tokens) for r, q in step.prefills.items()]
-        shape = StepShape.build([r.num_computed_tokens for r in step.decodes], chunks)
-        self.floors.append((self.cost.floor(shape), len(step.decodes)))
+        self._clock += self.cost.floor(StepShape.build([r.num_computed_tokens for r in step.decodes], chunks))
+        for request in step.requests:
+            if request.num_computed_tokens == request.num_tokens - 1:  # it has a new token
+                if request in self._last:
+                    self.gaps.append(self._clock - self._last[request])
+                self._last[request] = self._clock
 
     def allowed(self, q: float) -> float:
         """The q-th percentile (0 to 100) of the gaps that the steps' rooflines allow, in seconds; NaN without decodes.
 
         Source: chapter 06."""
-        times, counts = (np.array(x) for x in zip(*sorted(self.floors), strict=True))
-        if not counts.sum():
-            return float("nan")
-        return float(times[np.searchsorted(np.cumsum(counts), q / 100 * counts.sum())])
+        return float(np.percentile(self.gaps, q)) if self.gaps else float("nan")
 
 
 def figures_of(run: Metrics) -> dict[str, tuple[float, str]]:

@@ -144,10 +144,13 @@ def heatmap(
     ax.grid(False)
 
 
-def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], *, unit: str = "s") -> None:
+def timeline(
+    ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], *, unit: str = "s", hatched: bool = True
+) -> None:  # fmt: skip
     """Draw what each lane did when; the same kind of work has the same colour in all lanes.
 
-    Lanes too many to be told apart (more than 24) touch each other, so that colours show.
+    Lanes too many to be told apart (more than 24) touch each other, so that colours show. Where intervals are too short
+    for it, ``hatched=False`` leaves out hatching and edges.
 
     Shapes and units: a lane is a list of (start, end, kind), times in ``unit``.
 
@@ -156,7 +159,8 @@ def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], 
     Source: chapter 06.
     """
     kinds: dict[str, int] = {}
-    height, edge = (0.7, 0.5) if len(lanes) <= 24 else (1.0, 0.0)
+    height, edge = (0.7, 0.5 if hatched else 0.0) if len(lanes) <= 24 else (1.0, 0.0)
+    hatches = ("", "///", "...", "xx") if hatched else ("",)
     for y, (name, spans) in enumerate(lanes.items()):
         for start, end, kind in spans:
             if end < start:
@@ -165,7 +169,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Sequence[tuple[float, float, str]]], 
             i = kinds.setdefault(kind, len(kinds))
             ax.barh(
                 y, end - start, left=start, height=height, color=COLORS[i % len(COLORS)], edgecolor="white",
-                linewidth=edge, hatch=("", "///", "...", "xx")[i % 4], label=None if seen else kind,
+                linewidth=edge, hatch=hatches[i % len(hatches)], label=None if seen else kind,
             )  # fmt: skip
     ax.set_yticks(range(len(lanes)), list(lanes))
     ax.invert_yaxis()
