@@ -978,6 +978,20 @@ def test_a_padded_pass_gives_the_logits_of_a_plain_one(dtype, bound, first):
         assert (made.replayed, made.plain) == (10 * (repeat + 1), 3 * (repeat + 1))
 
 
+@pytest.mark.parametrize(("decodes", "tokens"), [([], [1, 8]), ([1], [1, 2])])
+def test_sizes_of_one_token(decodes, tokens):
+    model, cache, made = captured()
+    made = CapturedDecoder(model, made.cache, decodes=decodes, tokens=tokens, rows=3)
+    made.capture()
+    past = [0, 0]
+    for new in ([[1], [2, 3]], [[], [3]], [[4], []], [[5], [6]]):
+        batch = Batch.build([0, 1], new, past, device=model.device)
+        with torch.inference_mode():
+            right, found = model(batch, cache), made(Batch.build([0, 1], new, past), made.cache)
+        torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
+        past = [p + len(n) for p, n in zip(past, new, strict=True)]
+
+
 def test_a_captured_pass_that_fails_changes_nothing(monkeypatch):
     _, _, made = captured()
 
@@ -1011,6 +1025,19 @@ def test_what_cannot_be_captured_is_refused():
     stretched = replace(model.config, rope=replace(model.config.rope, kind="dynamic", factor=2.0))
     with pytest.raises(ValueError, match="depend on lengths"):
         CapturedDecoder(Decoder(stretched), made.cache, **sizes)
+    for name, wrong in (("rows", 0), ("rows", 2.5), ("decodes", [0]), ("tokens", [8, -1]), ("tokens", "ab")):
+        with pytest.raises(ValueError, match=name):
+            CapturedDecoder(model, made.cache, **sizes | {name: wrong})
+    with pytest.raises(ValueError, match="decodes and tokens are empty"):
+        CapturedDecoder(model, made.cache, decodes=[], tokens=[], rows=4)
+    with pytest.raises(ValueError, match="most_tokens is -1"):
+        made.capture(-1)
+    for name, value in (("logits_indices", torch.tensor([-1])), ("logits_indices", torch.tensor([5])),
+                        ("logits_indices", torch.tensor([True])), ("token_ids", torch.arange(4)),
+                        ("positions", torch.arange(5.0))):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            made(replace(Batch.build([0], [[1] * 5], [0]), **{name: value}), made.cache)
+    assert made.cache.length(0) == made.replayed == 0
     trees = Batch.build([0], [[1, 2]], [0], tree_mask=[[1, 3]])
     assert made.size_of(trees) is None
     assert made.size_of(Batch.build([0], [[1, 2]], [0], all_logits=True)) is None

@@ -464,9 +464,16 @@ def test_tables_of_one_width_and_a_bound_for_a_captured_pass():
         with pytest.raises(ValueError, match=message):
             cache.prepare(batch)
         assert 9 not in cache
-    for wrong in (0, 2.5, True, "all"):
+    for wrong in (0, 2.5, True, "all", 2**31):
         with pytest.raises(ValueError, match="max_model_len"):
             PagedCache(config, 40, 4, max_model_len=wrong)
+    assert PagedCache(config, 40, 4, max_model_len=2**31 - 1)._columns == 40  # no sequence has more than all blocks
+    for bound in (4, 2**31):
+        batch = Batch.build([11, 12], [[0], [0] * 5], [0, 0])
+        batch.max_seqlen_q = bound
+        with pytest.raises(ValueError, match=f"max_seqlen_q is {bound}; a sequence has 5 new tokens"):
+            cache.prepare(batch)
+        assert 11 not in cache
 
 
 def test_the_model_writes_the_same_text_through_pages():

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -224,6 +225,118 @@ def test_a_step_that_fails_loses_nothing(model, texts):
         found |= {r.request_id: r.tokens for r in made.take_finished()}
     assert errors > 3
     assert found == dict(enumerate(texts))
+
+
+def test_a_step_is_undone_whatever_fails_after_its_pass(model, texts):
+    """The clock, or somebody who interrupts, between the pass and the entering of its tokens."""
+    cache = pages(40)
+    made, request = Scheduler(cache.manager), Request(0, PROMPTS[0], SamplingParams(max_tokens=ANSWERS[0]))
+    for calls, odd in ((2, KeyboardInterrupt()), (3, KeyboardInterrupt()), (3, math.nan), (3, "late")):
+        ticks = itertools.count()
+
+        def clock(calls=calls, odd=odd, ticks=ticks):
+            if next(ticks) != calls:
+                return time.perf_counter()
+            if isinstance(odd, BaseException):
+                raise odd
+            return odd
+
+        with pytest.raises((KeyboardInterrupt, ValueError, TypeError)):
+            list(serve(model, cache, made, [] if made.has_work else [request], clock=clock))
+        assert made.in_flight is None
+        made.audit()
+    assert [r.tokens for r in serve(model, cache, made)] == [texts[0]]
+
+
+def test_a_run_that_goes_on_has_one_clock(model):
+    cache, run, broken = pages(40), Metrics(), [False, False, True]
+    made = Scheduler(cache.manager)
+
+    class Breaks:
+        device, config = model.device, model.config
+
+        def __call__(self, batch, cache):
+            if broken and broken.pop(0):
+                raise RuntimeError("once")
+            return model(batch, cache)
+
+    request = Request(0, PROMPTS[0], SamplingParams(max_tokens=6))
+    with pytest.raises(RuntimeError, match="once"):
+        list(serve(Breaks(), cache, made, [request], metrics=run))
+    list(serve(Breaks(), cache, made, metrics=run))
+    assert all(gap >= 0 for gap in run.values("itl"))
+    assert run.seconds >= request.finished - request.token_times[0]
+    assert made.time >= request.finished > 0
+    other = Scheduler(BlockManager(BlockPool(40, 4)))
+    with pytest.raises(ValueError, match="both must be of one run"):
+        serve(model, PagedCache(TOY, 40, 4, manager=other.manager), other, metrics=run)
+    late = asks(5, 3, arrival=made.time + 7.0)
+    made.add(late)
+    assert made.cancel(5)
+    assert late.finished == late.arrival
+
+
+def test_prompts_that_a_caller_added_are_looked_at_too(model, texts):
+    cache = pages(40)
+    made = Scheduler(cache.manager)
+    made.add(Request(7, [1, TOY.vocab_size]))
+    made.add(Request(0, PROMPTS[0], SamplingParams(max_tokens=ANSWERS[0])))
+    done = {r.request_id: r for r in serve(model, cache, made)}
+    assert done[7].finish_reason == "rejected"
+    assert "token id must be" in done[7].error
+    assert done[0].tokens == texts[0]
+    made.audit()
+
+
+def test_what_cannot_be_served_is_refused_at_the_call(model):
+    cache = PagedCache(TOY, 40, 4, max_model_len=20, device=ON)
+    with pytest.raises(ValueError, match="the cache's max_model_len is 20: give the scheduler"):
+        serve(model, cache, Scheduler(cache.manager))
+    cache = pages(40)
+    made, one = Scheduler(cache.manager), asks(0, 3)
+    for wanted in ([one, one], [one, asks(0, 4)]):
+        with pytest.raises(ValueError, match="request_id 0 twice"):
+            serve(model, cache, made, wanted)
+    made.add(one)
+    for start in (lambda: serve(model, cache, made, [asks(0, 4)]), lambda: simulate(made, [asks(0, 4)], Constant())):
+        with pytest.raises(ValueError, match="request_id 0, which the scheduler has"):
+            start()
+    step = made.schedule()
+    for start in (lambda: serve(model, cache, made), lambda: simulate(made, [], Constant())):
+        with pytest.raises(ValueError, match="has a step in flight"):
+            start()
+    for call in (made.update, made.undo):
+        with pytest.raises(ValueError, match="step is not the one in flight"):
+            call(None)
+    made.update(step, [1])
+    with pytest.raises(ValueError, match="new tokens with ids; a simulation makes no tokens"):
+        simulate(made, [], Constant())
+    waits = Scheduler(books(40))
+    waits.add(Request(0, [1], SamplingParams(stop_token_ids=(3,))))
+    with pytest.raises(ValueError, match="request 0 has stop tokens"):
+        simulate(waits, [], Constant())
+
+
+def test_a_clock_that_stands_still_is_no_endless_loop(model, monkeypatch):
+    cache, slept = pages(40), []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(ValueError, match="clock stands still at 0"):
+        list(serve(model, cache, Scheduler(cache.manager), [asks(0, 3, arrival=1e20)], clock=lambda: 0.0))
+    assert slept == [60.0]
+
+
+def test_an_id_that_somebody_takes_while_its_request_waits():
+    for policy in ("chunked", "fair"):
+        made = Scheduler(books(40), policy, max_wait=0.0)
+        held(made, asks(0, 5), asks(1, 5, 2))
+        made.manager.ensure(0, 3)
+        made.manager.advance(0, 3)
+        play(made)
+        rejected, served_ = made.take_finished()
+        assert (rejected.request_id, rejected.finish_reason) == (0, "rejected")
+        assert "was taken in the cache while it waited" in rejected.error
+        assert (served_.request_id, served_.num_new_tokens) == (1, 2)
+        assert made.manager.length(0) == 3
 
 
 def test_logits_are_asked_for_only_where_a_token_is_due(model):
@@ -530,6 +643,24 @@ def test_idling_saves_nothing_up():
     assert lowest >= made.queue.accounts["busy"] - 30
     seen = [next(iter(step)) >= 100 for step, _ in play(made, 200)]
     assert 0.3 < sum(seen) / len(seen) < 0.7
+
+
+def test_who_cancels_and_comes_back_saves_nothing_up():
+    made = Scheduler(books(9000), "fair", 2, 2, max_wait=1e9)
+    busy = [asks(i, 10, 1000, client="busy") for i in range(2)] + [
+        asks(2 + i, 10, 50, client="busy") for i in range(10)
+    ]
+    held(made, *busy, asks(50, 10, 5, client="back"))
+    made.cancel(50)
+    for _ in range(990):
+        made.update(made.schedule())
+    held(made, *[asks(100 + i, 10, 50, client="back") for i in range(30)])
+    assert made.queue.accounts["back"] >= made.queue.accounts["busy"] - 2100  # what two answers of 1000 cost
+    order = []
+    while made.has_work:
+        order += [r.request_id for r in made.schedule().prefills if r.num_computed_tokens == 0]
+        made.update(made.in_flight)
+    assert {r >= 100 for r in order[:4]} == {True, False}
 
 
 # --- cancelling, undoing ---------------------------------------------------------------------------------------------
@@ -1145,6 +1276,11 @@ def test_places_tell_who_was_at_work_when():
         simulate(three, [], Constant(), scheduler.Places(1))
     three.audit()
     assert three.num_waiting == 2
+    again = Scheduler(books(100), "continuous", 8, 1)
+    with pytest.raises(ValueError, match=r"start is 0\.0; the last step ended at"):
+        simulate(again, [asks(0, 4, 2)], Constant(), watch)
+    with pytest.raises(ValueError, match="step is 3"):
+        watch(3, 9.0, 10.0)
     with pytest.raises(ValueError, match="count is 0"):
         scheduler.Places(0)
     with pytest.raises(ValueError, match="until is nan"):
@@ -1176,6 +1312,18 @@ def test_a_step_whose_time_is_none_is_undone(took):
     assert (request.state, request.num_new_tokens) == ("waiting", 1)
     play(made)
     assert request.num_new_tokens == 3
+
+
+def test_a_simulation_that_runs_out_of_time_undoes_its_step():
+    class Endless(Constant):
+        def seconds(self, shape):
+            return 1e308
+
+    made, request = Scheduler(books(100)), asks(0, 4, 3)
+    with pytest.raises(ValueError, match="end of a step is inf"):
+        simulate(made, [request], Endless())
+    assert made.in_flight is None
+    made.audit()
 
 
 # --- one launch for all ----------------------------------------------------------------------------------------------

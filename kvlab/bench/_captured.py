@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.batch import Batch
+from kvlab.batch import Batch, as_count, as_ints
 from kvlab.cache import take_back
 from kvlab.config import ModelConfig
 from kvlab.model import Decoder
@@ -78,6 +78,11 @@ class Size:
     rows: int
     longest: int
 
+    @property
+    def one_each(self) -> bool:
+        """Whether it is of decodes, a token for each row. Source: chapter 06."""
+        return self.longest == 1 and self.tokens == self.rows
+
 
 class CapturedDecoder:
     """A decoder over a paged cache whose passes are padded to one of a few sizes and replayed; larger ones run as ever.
@@ -86,12 +91,12 @@ class CapturedDecoder:
     the host, whence all that is new about a pass travels in one copy. Spare tokens belong to no sequence's text: they
     are written nowhere and attend to nothing.
 
-    Shapes and units: passes of at most ``decodes`` sequences, a new token each, are padded to a multiple of ``step``
-    of them; others to the next of ``tokens`` new tokens, among ``rows`` sequences. Logits are [R, vocab] float32, and
-    the next call may overwrite them. ``replayed`` and ``plain`` count the passes of either kind.
+    Shapes and units: passes of sequences with a new token each are padded to the next number in ``decodes``; others to
+    the next number of new tokens in ``tokens``, among ``rows`` sequences. Logits are [R, vocab] float32, and the next
+    call may overwrite them. ``replayed`` and ``plain`` count the passes of either kind.
 
-    Raises: ValueError where the cache has no ``max_model_len``, so that its tables change their width, or the model's
-    angles depend on the lengths of sequences.
+    Raises: ValueError where the cache has no ``max_model_len``, so that its tables change their width, the model's
+    angles depend on the lengths of sequences, there is no size, or one is no integer, 1 or more.
 
     Source: chapter 06; vLLM's full CUDA graphs, which pad likewise.
     """
@@ -105,8 +110,13 @@ class CapturedDecoder:
             raise ValueError("cache has no max_model_len; a captured pass needs tables of one width")
         if model.rope.needs_lengths:
             raise ValueError(f"{model.config.name} has {model.rope.rope.kind} angles, which depend on lengths")
-        self.model, self.cache, self.rows = model, cache, rows
-        self.alone, self.mixed = sorted(set(decodes)), sorted(set(tokens))
+        self.model, self.cache, self.rows = model, cache, as_count(rows, "rows", 1)
+        self.alone, self.mixed = (
+            sorted({as_count(n, name, 1) for n in as_ints(sizes, name)})
+            for name, sizes in (("decodes", decodes), ("tokens", tokens))
+        )
+        if not self.alone and not self.mixed:
+            raise ValueError("decodes and tokens are empty; there must be a size to capture")
         self.replayed = self.plain = 0
         on = model.device
         largest = max([*self.alone, *self.mixed])
@@ -133,7 +143,8 @@ class CapturedDecoder:
     def capture(self, most_tokens: int = 1) -> None:
         """Capture every size, over spare rows, and make room for passes of ``most_tokens`` that are not captured.
 
-        Source: chapter 06."""
+        Raises: ValueError for a number of tokens that is no integer, 1 or more.  Source: chapter 06."""
+        most_tokens = as_count(most_tokens, "most_tokens", 1)
         with torch.inference_mode():
             self.cache.prepare(_spare(Size(most_tokens, 1, most_tokens)))  # no buffer moves from here on
             for size in self.sizes:
@@ -143,15 +154,29 @@ class CapturedDecoder:
     def __call__(self, batch: Batch, cache: PagedCache) -> Tensor:
         """Logits of a batch that was built on the host, over the cache it was captured with.
 
-        Raises: ValueError for another cache; what the decoder raises.  Source: chapter 06."""
+        Raises: ValueError for another cache, or tensors that do not fit the batch's lengths; what the decoder raises.
+
+        Source: chapter 06."""
         if cache is not self.cache:
             raise ValueError("cache is not the one that the passes were captured with")
+        total, wanted = batch.num_tokens, batch.logits_indices
+        for name, x in (("token_ids", batch.token_ids), ("positions", batch.positions)):
+            if x.shape != (total,) or x.dtype != torch.int64:
+                raise ValueError(
+                    f"{name} is {x.dtype} {list(x.shape)}; it must be torch.int64 [{total}], as q_lens say"
+                )
+        if wanted.ndim != 1 or wanted.dtype != torch.int64:
+            raise ValueError(f"logits_indices is {wanted.dtype} {list(wanted.shape)}; it must be torch.int64 [R]")
+        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < total:
+            raise ValueError(f"logits_indices holds {wanted.tolist()}; each must be 0 to {total - 1}")
         size = self.size_of(batch)
         if size is None:
+            logits = self.model(_moved(batch, self.model.device), cache)
             self.plain += 1
-            return self.model(_moved(batch, self.model.device), cache)
-        self.replayed += 1
-        return self._run(size, batch)[: len(batch.logits_indices)]
+        else:
+            logits = self._run(size, batch)[: len(wanted)]
+            self.replayed += 1
+        return logits
 
     def size_of(self, batch: Batch) -> Size | None:
         """The size that a batch is padded to; None where it is too large. Source: chapter 06."""
@@ -167,7 +192,7 @@ class CapturedDecoder:
 
     def _run(self, size: Size, batch: Batch) -> Tensor:
         spare_rows, spare = size.rows - len(batch.q_lens), size.tokens - batch.num_tokens
-        more = [1] * spare if size.longest == 1 else [spare, *[0] * spare_rows][:spare_rows]
+        more = [1] * spare if size.one_each else [spare, *[0] * spare_rows][:spare_rows]
         padded = replace(
             batch, seq_ids=[*batch.seq_ids, *[None] * spare_rows], q_lens=[*batch.q_lens, *more],
             past_lens=[*batch.past_lens, *[0] * spare_rows], max_seqlen_q=size.longest,
@@ -214,7 +239,7 @@ def _next(sizes: Sequence[int], least: int) -> int | None:
 
 def _spare(size: Size) -> Batch:
     """A batch that is padding and nothing else, of one sequence or of one token each."""
-    count = size.rows if size.longest == 1 else 1
+    count = size.rows if size.one_each else 1
     return Batch.build([None] * count, [[0] * (size.tokens // count)] * count, [0] * count)
 
 

@@ -63,6 +63,8 @@ class PagedCache:
             raise ValueError(f"attention is {attention!r}; it must be a function of the one attention signature")
         runtime.choose(impl, torch.device(device), "PagedCache")
         self.max_model_len = None if max_model_len is None else as_count(max_model_len, "max_model_len", 1)
+        if self.max_model_len is not None and self.max_model_len >= 2**31:
+            raise ValueError(f"max_model_len is {max_model_len}; it must be under 2**31")
         self._impl = {} if impl is None else {"impl": impl}
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         per_block = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
@@ -74,7 +76,8 @@ class PagedCache:
             for name, kind in (("table", np.int32), ("slots", np.int64), ("starts", np.int32), ("used", np.int32))
         }
         self._batch: Batch | None = None
-        self._columns = self._least_columns = runtime.cdiv(self.max_model_len or 1, block_size)
+        self._least_columns = min(num_blocks, runtime.cdiv(self.max_model_len or 1, block_size))
+        self._columns = self._least_columns
 
     def __contains__(self, seq_id: int) -> bool:
         """Whether a sequence is known, be it empty. Source: chapter 02."""
@@ -100,11 +103,13 @@ class PagedCache:
     def prepare(self, batch: Batch) -> None:
         """Give every sequence of the batch room for its new tokens, in blocks that it may write to; create unseen ids.
 
-        Raises: ValueError for a duplicate id, a length that does not continue or one over ``max_model_len``;
-        OutOfBlocks. Nothing has changed then.
+        Raises: ValueError for a duplicate id, a length that does not continue or one over ``max_model_len``, or a
+        ``max_seqlen_q`` that does not bound the new tokens; OutOfBlocks. Nothing has changed then.
 
         Source: chapter 02.
         """
+        if batch.max_seqlen_q is not None and not max(batch.q_lens, default=0) <= batch.max_seqlen_q < 2**31:
+            raise ValueError(f"max_seqlen_q is {batch.max_seqlen_q}; a sequence has {max(batch.q_lens)} new tokens")
         lengths: dict[int, int] = {}
         for seq_id, q_len, past in zip(batch.seq_ids, batch.q_lens, batch.past_lens, strict=True):
             if seq_id is None:

@@ -13,7 +13,7 @@ from kvlab.model import Decoder
 from kvlab.sampling import sample
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._metrics import Metrics
-from kvlab.scheduler._request import Request, in_order
+from kvlab.scheduler._request import Request, in_order, require_unused
 from kvlab.scheduler._scheduler import Scheduler
 from kvlab.scheduler._step import Step
 
@@ -52,11 +52,13 @@ def serve(
     that fails is undone before its error goes on, so that nobody loses a token; who had not come by then is still "new"
     (of an iterator, one request may have been read ahead).
 
-    Shapes and units: ``requests`` in order of arrival, in seconds from the call; ``clock`` gives seconds.
+    Shapes and units: ``requests`` in order of arrival, in seconds on the scheduler's clock, which begins at 0 and goes
+    on where the last call left it; ``clock`` gives seconds.
 
-    Raises: ValueError for a scheduler that keeps other books than the cache, or allows texts longer than the model's
-    context, for requests that are not new or not in order (those of a list before anything is served), or an argument
-    of a wrong type; what the model, the cache and the sampler raise.
+    Raises: ValueError for a scheduler that keeps other books than the cache, has a step in flight, or allows texts
+    longer than the model's context or the cache's ``max_model_len``, for metrics of another run, requests that are not
+    new, not in order or of one id (those of a list before anything is served), a clock that stands still, or an
+    argument of a wrong type; what the model, the cache and the sampler raise.
 
     Source: chapter 06.
     """
@@ -68,16 +70,28 @@ def serve(
         )
     if metrics is not None:
         checks.require(metrics, Metrics, "metrics")
+        ends = metrics.steps["end"]
+        if len(ends) and ends[-1] > scheduler.time:
+            raise ValueError(
+                f"metrics holds a step that ended at {ends[-1]}, the scheduler is at {scheduler.time}; both must be "
+                "of one run"
+            )
+    if scheduler.in_flight is not None:
+        raise ValueError("scheduler has a step in flight; call update(step, tokens) or undo(step) first")
     if not callable(clock):
         raise ValueError(f"clock is {clock!r:.80}; it must be a function that gives seconds")
-    longest = model.config.max_seq_len
-    if scheduler.max_length > longest:
-        raise ValueError(
-            f"scheduler lets a text have {scheduler.max_length} tokens; the model's context is {longest}: give the "
-            f"scheduler max_model_len={longest}"
-        )
+    bounds = {"the model's context": model.config.max_seq_len}
+    if (room := getattr(cache, "max_model_len", None)) is not None:
+        bounds["the cache's max_model_len"] = room
+    for name, longest in bounds.items():
+        if scheduler.max_length > longest:
+            raise ValueError(
+                f"scheduler lets a text have {scheduler.max_length} tokens; {name} is {longest}: give the scheduler "
+                f"max_model_len={longest}"
+            )
     if isinstance(requests, Sequence) or not isinstance(requests, Iterable):
         requests = list(in_order(checks.entries(requests, "requests"), "requests"))
+        require_unused(requests, "requests", scheduler)
     return _serve(model, cache, scheduler, in_order(requests, "requests"), metrics, clock)
 
 
@@ -85,28 +99,50 @@ def _serve(
     model: Decoder, cache: KVCache, scheduler: Scheduler, coming: Iterator[Request], metrics: Metrics | None,
     clock: Callable[[], float],
 ) -> Iterator[Request]:  # fmt: skip
-    begin, following = clock(), next(coming, None)
+    begin, following, readable = clock() - scheduler.time, next(coming, None), set[Request]()
     while following is not None or scheduler.has_work:
         now = clock() - begin
         if following is not None and not scheduler.has_work and following.arrival > now:
-            time.sleep(following.arrival - now)
+            time.sleep(min(following.arrival - now, 60.0))
+            if clock() - begin <= now:
+                raise ValueError(f"clock stands still at {now}; it must give seconds that pass")
             continue
         while following is not None and following.arrival <= now:
             _add(model, scheduler, following, now)
             following = next(coming, None)
         step = scheduler.schedule(now)
-        if step:
+        if step and _readable(model, scheduler, step, readable, now):
             try:
                 tokens = forward(model, cache, step)
+                end = clock() - begin
+                scheduler.update(step, tokens, end)
             except BaseException:
-                scheduler.undo(step, clock() - begin)
+                if scheduler.in_flight is step:
+                    scheduler.undo(step, now)
                 raise
-            end = clock() - begin
-            scheduler.update(step, tokens, end)
             if metrics is not None:
                 metrics.observe(scheduler, step, now, end)
         yield from _ended(scheduler, metrics)
     yield from _ended(scheduler, metrics)
+
+
+def _readable(model: Decoder, scheduler: Scheduler, step: Step, known: set[Request], now: float) -> bool:
+    """Whether the model can read all prompts that begin in a step; else it is undone, and those it cannot are rejected.
+
+    Callers may have added them to the scheduler themselves."""
+    wrong = {}
+    for request in step.prefills:
+        if request not in known:
+            try:
+                check_prompt(model, request.prompt)
+                known.add(request)
+            except ValueError as error:
+                wrong[request] = str(error)
+    if wrong:
+        scheduler.undo(step, now)
+        for request, why in wrong.items():
+            scheduler.reject(request, why, now)
+    return not wrong
 
 
 def _ended(scheduler: Scheduler, metrics: Metrics | None) -> Iterator[Request]:

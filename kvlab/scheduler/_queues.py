@@ -76,11 +76,15 @@ class FairQueue:
         checks.require(request, Request, "request")
         client = request.client
         self._ages.push(request)
-        if client not in self._waiting:
+        mine = self._waiting.get(client, deque())
+        while mine and mine[0].state != WAITING:
+            mine.popleft()
+        if not mine:  # it comes, or comes back
             self._head()  # drops clients that no longer wait, and leaves the floor at the lowest account
             self.accounts[client] = max(self.accounts.get(client, 0.0), self._floor)
-            self._waiting[client] = deque()
-            self._enter(client)
+            if client not in self._waiting:
+                self._waiting[client] = deque()
+                self._enter(client)
         self._waiting[client].append(request)
 
     def put_back(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from kvlab.batch import as_count, as_int
@@ -61,7 +62,7 @@ class Scheduler:
     ) -> None:
         if not isinstance(manager, BlockManager):
             raise ValueError(f"manager is {manager!r}; it must be a BlockManager, such as PagedCache.manager")
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
         self.manager, self.policy = manager, policy
         self.max_num_batched_tokens = as_count(max_num_batched_tokens, "max_num_batched_tokens", 1)
@@ -90,7 +91,8 @@ class Scheduler:
         self.decoding: list[Request] = []  # running, one token behind
         self.num_waiting = 0
         self._order = 0
-        self._done: list[Request] = []
+        self._done: deque[Request] = deque()
+        self.time = 0.0  # the latest that a step was scheduled, updated or undone at
         self._leaving: list[Request] = []  # cancelled while a step is in flight
         self._in_flight: Step | None = None
 
@@ -100,6 +102,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold blocks. Source: chapter 06."""
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def in_flight(self) -> Step | None:
+        """The step that was scheduled and neither updated nor undone so far. Source: chapter 06."""
+        return self._in_flight
 
     @property
     def has_work(self) -> bool:
@@ -134,30 +141,40 @@ class Scheduler:
             self.num_waiting += 1
             self.queue.push(request)
 
-    def reject(self, request: Request, reason: str, now: float = 0.0) -> None:
-        """End a new request without taking it in; ``reason`` is kept in its ``error``. ``now`` in seconds.
+    def reject(self, request: Request, reason: str, now: float | None = None) -> None:
+        """End a request that is new, or waits, without computing it; ``reason`` is kept in its ``error``.
 
-        Raises: ValueError for what is no new Request, a reason that is no text, or a ``now`` that is no time.
+        Shapes and units: ``now`` in seconds, by default the time of the last step, or the request's arrival if later.
+
+        Raises: ValueError for what is no new Request and none that waits here, a reason that is no text, or a ``now``
+        that is no time.
 
         Source: chapter 06.
         """
-        require_new(request)
-        now = checks.seconds(now, "now")
+        waits = isinstance(request, Request) and request.state == WAITING
+        if not waits or self.requests.get(request.request_id) is not request:
+            require_new(request)
+        now = self._time(request, now)
         if not isinstance(reason, str):
             raise ValueError(f"reason is {reason!r:.80}; it must be a text")
         request.error = reason
-        self._finish(request, "rejected", now)
+        if waits:
+            self._leave(request)
+        self._finish(request, "length" if request.num_new_tokens else "rejected", now)
 
-    def cancel(self, request_id: int, now: float = 0.0) -> bool:
+    def cancel(self, request_id: int, now: float | None = None) -> bool:
         """End a request, whatever it is at, and give its blocks back: at once, or once the step in flight is over.
 
-        Gives False, and does nothing, where no such request is waiting or running. ``now`` in seconds.
+        Gives False, and does nothing, where no such request is waiting or running. ``now`` as ``reject``.
 
         Raises: ValueError for an id that is no integer, or a ``now`` that is no time.  Source: chapter 06.
         """
-        request, now = self.requests.get(as_int(request_id, "request_id")), checks.seconds(now, "now")
+        request = self.requests.get(as_int(request_id, "request_id"))
+        if now is not None:
+            now = checks.seconds(now, "now")
         if request is None or request.cancelled:
             return False
+        now = self._time(request, now)
         if request.state == RUNNING and self._in_flight is not None:
             request.cancelled = True
             self._leaving.append(request)
@@ -170,9 +187,8 @@ class Scheduler:
         """The requests that have ended, for whatever reason, and were not taken yet: all, or the first ``count``.
 
         Raises: ValueError for a count that is no integer, 0 or more.  Source: chapter 06."""
-        count = len(self._done) if count is None else as_count(count, "count")
-        done, self._done = self._done[:count], self._done[count:]
-        return done
+        there = len(self._done)
+        return [self._done.popleft() for _ in range(there if count is None else min(there, as_count(count, "count")))]
 
     # --- a step ---
 
@@ -188,6 +204,7 @@ class Scheduler:
         now = checks.seconds(now, "now")
         if self._in_flight is not None:
             raise ValueError("the last step is still in flight; call update(step, tokens) or undo(step) first")
+        self.time = max(self.time, now)
         step = Step(self.max_num_batched_tokens)
         if self.policy == "static":
             self._static(step, now)
@@ -218,7 +235,7 @@ class Scheduler:
         now, sampled = checks.seconds(now, "now"), step.sampled
         for request, token in zip(sampled, _new_tokens(tokens, sampled), strict=False):
             request.tokens.append(token)
-        self._in_flight = None
+        self._in_flight, self.time = None, max(self.time, now)
         self._charge(step)
         ended = []
         for request in step.decodes:
@@ -248,7 +265,7 @@ class Scheduler:
         """
         self._require_in_flight(step)
         now = checks.seconds(now, "now")
-        self._in_flight = None
+        self._in_flight, self.time = None, max(self.time, now)
         for request in step.requests:
             self._put_back(request)
         self._let_go(now)
@@ -309,9 +326,13 @@ class Scheduler:
             if request is None or now - request.arrival < self.max_wait or request in step.preempted:
                 return
             while request.state == WAITING and not self._admit(request, now):
+                if request.state == FINISHED:
+                    break
                 if not self.num_running or (victim := self._latest()).order < request.order:
                     return
                 self._preempt(victim, step)
+            if request.state == FINISHED:
+                continue
             left -= self._give_chunk(request, step, min(left, self.max_chunk))
 
     # --- what they are made of ---
@@ -328,6 +349,8 @@ class Scheduler:
         while (request := self.queue.peek()) is not None:
             if self._admit(request, now):
                 return request
+            if request.state == FINISHED:
+                continue
             if self.num_running:
                 return None
             self._refuse(request, now)  # alone, and still no room: others than the scheduler hold the blocks
@@ -335,6 +358,9 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         """Blocks for all the tokens a request has so far, and a place among the running; False where there are none."""
+        if request.request_id in self.manager:  # who waits has no blocks: they are somebody else's
+            self.reject(request, f"its id, {request.request_id}, was taken in the cache while it waited", now)
+            return False
         running, needed = self.num_running, self.manager.num_blocks(request.num_tokens)
         if running >= self.max_num_seqs or needed + (self.reserve if running else 0) > self.manager.pool.num_free:
             return False
@@ -348,13 +374,12 @@ class Scheduler:
         return True
 
     def _refuse(self, request: Request, now: float) -> None:
-        pool = self.manager.pool
-        request.error = (
-            f"{self.manager.num_blocks(request.num_tokens)} blocks are needed; with nobody running, {pool.num_free} of "
-            f"{pool.num_blocks} are free"
-        )
-        self._leave(request)
-        self._finish(request, "length" if request.num_new_tokens else "rejected", now)
+        pool, needed = self.manager.pool, self.manager.num_blocks(request.num_tokens)
+        free = f"{pool.num_free} of {pool.num_blocks} are free"
+        self.reject(request, f"{needed} blocks are needed; with nobody running, {free}", now)
+
+    def _time(self, request: Request, now: float | None) -> float:
+        return max(self.time, request.arrival) if now is None else checks.seconds(now, "now")
 
     def _grow(self, requests: list[Request], step: Step) -> None:
         """Blocks for the next token of each, if need be those of whoever came last."""
@@ -419,7 +444,7 @@ class Scheduler:
                 accounts[request.client] += weight
 
     def _require_in_flight(self, step: Step) -> None:
-        if step is not self._in_flight:
+        if step is None or step is not self._in_flight:
             raise ValueError("step is not the one in flight; it must be what schedule() last gave, and not empty")
 
     def audit(self) -> None:

@@ -8,7 +8,7 @@ from kvlab.batch import as_count
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._costs import CostModel, StepShape
 from kvlab.scheduler._metrics import Metrics
-from kvlab.scheduler._request import RUNNING, Request, in_order
+from kvlab.scheduler._request import RUNNING, Request, in_order, require_unused
 from kvlab.scheduler._scheduler import Scheduler
 from kvlab.scheduler._step import Step
 
@@ -19,7 +19,8 @@ class Places:
     Shapes and units: ``lanes`` maps a place to its spans, [(start, end, "a prompt" or "decodes")] in seconds, as
     ``figures.timeline`` draws them; ``steps`` holds (start, end, StepShape) of each step.
 
-    Raises: ValueError for a count of places that is no integer, 1 or more, or a step with more requests than places.
+    Raises: ValueError for a count of places that is no integer, 1 or more, a step with more requests than places, or
+    one that begins before the last has ended (of another run, say).
 
     Source: chapter 06.
     """
@@ -31,6 +32,11 @@ class Places:
         self._place: dict[Request, str] = {}
 
     def __call__(self, step: Step, start: float, end: float) -> None:
+        checks.require(step, Step, "step")
+        if self.steps and start < self.steps[-1][1]:
+            raise ValueError(
+                f"start is {start}; the last step ended at {self.steps[-1][1]}: give each run its own Places"
+            )
         place = {request: name for request, name in self._place.items() if request.state == RUNNING}
         free = [name for name in self.lanes if name not in place.values()]
         newcomers = [request for request in step.requests if request not in place]
@@ -66,12 +72,14 @@ def simulate(
 
     It is the same object that serves a model, with the same pool; nothing but the time of a step is made up.
 
-    Shapes and units: ``workload`` in order of arrival, in seconds; answers end at their ``max_tokens``. ``watch`` is
-    called with each step, its start and its end in seconds, before the scheduler's ``update``.
+    Shapes and units: ``workload`` in order of arrival, in seconds on the scheduler's clock, which begins at 0 and goes
+    on where the last call left it; answers end at their ``max_tokens``. ``watch`` is called with each step, its start
+    and its end in seconds, before the scheduler's ``update``.
 
-    Raises: ValueError, before anything is served, for what is no scheduler or no cost model, arrivals that are not in
-    order, an id that stands twice, or requests that are not new or wait for stop tokens, of which a simulation knows
-    nothing. And for a step time that is not finite and positive; that step is undone.
+    Raises: ValueError, before anything is served, for what is no scheduler or no cost model, a step in flight, arrivals
+    that are not in order, an id that stands twice or is in use, requests that are not new, and any that wait for stop
+    tokens or have token ids, of which a simulation knows nothing. And for a step time that is not finite and positive;
+    that step is undone.
 
     Source: chapter 06; Agrawal et al. 2024 (Vidur).
     """
@@ -80,7 +88,9 @@ def simulate(
         raise ValueError(f"cost_model is {cost_model!r:.80}; it must give the seconds of a StepShape")
     if watch is not None and not callable(watch):
         raise ValueError(f"watch is {watch!r:.80}; it must be a function of a step, its start and its end")
-    metrics, now, coming = Metrics(simulated=True), 0.0, iter(_checked(workload))
+    if scheduler.in_flight is not None:
+        raise ValueError("scheduler has a step in flight; call update(step, tokens) or undo(step) first")
+    metrics, now, coming = Metrics(simulated=True), scheduler.time, iter(_checked(workload, scheduler))
     following = next(coming, None)
     while following is not None or scheduler.has_work:
         if following is not None and not scheduler.has_work:
@@ -91,29 +101,29 @@ def simulate(
         step = scheduler.schedule(now)
         if step:
             try:
-                took = _seconds(cost_model, step)
+                start, end = now, checks.seconds(now + _seconds(cost_model, step), "cost_model's end of a step")
                 if watch is not None:
-                    watch(step, now, now + took)
+                    watch(step, start, end)
+                scheduler.update(step, None, end)
             except BaseException:
-                scheduler.undo(step, now)
+                if scheduler.in_flight is step:
+                    scheduler.undo(step, now)
                 raise
-            start, now = now, now + took
-            scheduler.update(step, None, now)
+            now = end
             metrics.observe(scheduler, step, start, now)
         for request in scheduler.take_finished():
             metrics.finish(request)
     return metrics
 
 
-def _checked(workload: Iterable[Request]) -> list[Request]:
-    """The requests in order, each once, none of which waits for a token."""
-    requests, ids = list(in_order(checks.entries(workload, "workload"), "workload")), set()
-    for request in requests:
-        if request.stops:
-            raise ValueError(f"request {request.request_id} has stop tokens; a simulation makes no tokens")
-        if request.request_id in ids:
-            raise ValueError(f"workload holds request_id {request.request_id} twice; each must stand there once")
-        ids.add(request.request_id)
+def _checked(workload: Iterable[Request], scheduler: Scheduler) -> list[Request]:
+    """The requests in order, each once, if none of them, and none that is there already, knows of tokens."""
+    requests = list(in_order(checks.entries(workload, "workload"), "workload"))
+    require_unused(requests, "workload", scheduler)
+    for request in [*requests, *scheduler.requests.values()]:
+        if request.stops or request.tokens:
+            what = "stop tokens" if request.stops else "new tokens with ids"
+            raise ValueError(f"request {request.request_id} has {what}; a simulation makes no tokens")
     return requests
 
 
