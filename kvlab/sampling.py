@@ -221,13 +221,16 @@ def sample(
 
     Source: chapter 01.
     """
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        kind = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits have shape {kind}; it must be a tensor's, [rows, vocab]")
     places = as_ints(positions, "positions")
     if len(places) != len(logits):
         raise ValueError(f"positions has {len(places)} entries; logits have {len(logits)} rows")
     rows = one_each(params, len(logits), "rows of logits")
     if labels is None:
         labels = [f"row {r}, position {p}" for r, p in enumerate(places)]
-    if all(p.temperature == 0 for p in rows) and logits.dim() == 2 and logits.numel() and len(labels) == len(rows):
+    if all(p.temperature == 0 for p in rows) and logits.numel() and len(labels) == len(rows):
         finite = torch.isfinite(logits.amax(dim=1))
         tokens, good = torch.stack([logits.argmax(dim=1), finite.long()]).tolist()  # both at once: a GPU is read once
         if all(good):

@@ -299,6 +299,11 @@ def test_logits_without_rows_or_tokens():
     for shape in ((2, 0), (4,)):
         with pytest.raises(ValueError, match="logits have shape"):
             processed_probs(torch.zeros(shape), SamplingParams())
+        with pytest.raises(ValueError, match="logits have shape"):
+            sample(torch.zeros(shape), SamplingParams(), range(shape[0]))
+    for wrong in ([[0.0, 1.0]], torch.tensor(0.0)):
+        with pytest.raises(ValueError, match="logits have shape"):
+            sample(wrong, SamplingParams(), [0])
 
 
 @pytest.mark.parametrize("row", [[math.nan, 1.0], [0.0, 0.0], [math.inf, 1.0], [-0.5, 1.5]])

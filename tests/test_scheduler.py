@@ -289,6 +289,12 @@ def test_prompts_that_a_caller_added_are_looked_at_too(model, texts):
 
 
 def test_what_cannot_be_served_is_refused_at_the_call(model):
+    for call in (
+        lambda made: serve(3, pages(4), made),
+        lambda made: scheduler.forward(None, pages(4), made.schedule()),
+    ):
+        with pytest.raises(ValueError, match=r"model is (3|None); it must be a Decoder"):
+            call(held(Scheduler(books(40)), asks(0, 3)))
     cache = PagedCache(TOY, 40, 4, max_model_len=20, device=ON)
     with pytest.raises(ValueError, match="the cache's max_model_len is 20: give the scheduler"):
         serve(model, cache, Scheduler(cache.manager))
@@ -1146,6 +1152,9 @@ def test_metrics_refuse_what_is_no_figure():
     assert math.isnan(nothing.percentile("itl", 50))
     assert nothing.summary()["requests"] == 0
     assert nothing.goodput(ttft=1.0) == 0.0
+    no_answer = simulate(Scheduler(books(40)), [asks(0, 4, 0), asks(1, 4, 1)], Constant())
+    assert len(no_answer.served) == 2
+    assert no_answer.goodput(ttft=9.0) == pytest.approx(1 / no_answer.seconds)
 
 
 # --- step times and simulation ---------------------------------------------------------------------------------------

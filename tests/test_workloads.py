@@ -45,6 +45,7 @@ def test_lengths_are_log_normal_cut_and_repeatable():
         {"spread": float("nan")},
         {"answer": (10, -1)},
         {"limit": 2.5},
+        {"seed": None},
     ],
 )
 def test_lengths_that_make_no_sense_are_refused(bad):

@@ -24,13 +24,15 @@ def forward(model: Decoder, cache: KVCache, step: Step) -> list[int]:
 
     Shapes and units: gives token ids in the order of ``step.sampled``.
 
-    Raises: ValueError for a step with nothing to compute; what the model, the cache and the sampler raise.
+    Raises: ValueError for a step with nothing to compute, or what is no model; what the model, the cache and the
+    sampler raise.
 
     Source: chapter 06.
     """
     checks.require(step, Step, "step")
     if not step:
         raise ValueError("step is empty; it must have something to compute")
+    _require_model(model)
     sampled = step.sampled
     logits = model(step.batch(model.device), cache)
     labels = [f"request {r.request_id}, position {r.num_tokens}" for r in sampled]
@@ -63,6 +65,7 @@ def serve(
     Source: chapter 06.
     """
     checks.require(scheduler, Scheduler, "scheduler")
+    _require_model(model)
     if getattr(cache, "manager", None) is not scheduler.manager:
         raise ValueError(
             f"cache is a {type(cache).__name__}, whose blocks are not the scheduler's; build it as "
@@ -124,6 +127,11 @@ def _serve(
                 metrics.observe(scheduler, step, now, end)
         yield from _ended(scheduler, metrics)
     yield from _ended(scheduler, metrics)
+
+
+def _require_model(model: object) -> None:
+    if not (callable(model) and hasattr(model, "config") and hasattr(model, "device")):
+        raise ValueError(f"model is {model!r:.80}; it must be a Decoder, or be called as one")
 
 
 def _readable(model: Decoder, scheduler: Scheduler, step: Step, known: set[Request], now: float) -> bool:

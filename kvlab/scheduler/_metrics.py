@@ -150,7 +150,7 @@ class Metrics:
         return sum(s.prompt_tokens + s.new_tokens for s in answered) / self.seconds if self.seconds else 0.0
 
     def goodput(self, *, ttft: float | None = None, tpot: float | None = None, itl: float | None = None) -> float:
-        """Requests a second that were answered to their end within every limit given.
+        """Requests a second that were answered, to their end and within every limit given.
 
         Shapes and units: limits in seconds; ``itl`` is a limit to a request's longest gap.
 
@@ -165,7 +165,7 @@ class Metrics:
             pairs = ((s.ttft, ttft), (s.tpot, tpot), (longest, itl))
             return all(value is None or limit is None or value <= limit for value, limit in pairs)
 
-        count = sum(good(s) for s in self.served if s.reason in ("stop", "length"))
+        count = sum(good(s) for s in self.served if s.new_tokens and s.reason in ("stop", "length"))
         return count / self.seconds if self.seconds else 0.0
 
     def time_by_kind(self) -> dict[str, float]:

@@ -35,8 +35,8 @@ def lognormal(
     for prompts and, unless ``answer`` gives another pair, for answers; each is cut at ``limit // 2`` tokens and has at
     least one.
 
-    Raises: ValueError for a count below 0, a typical length that is not positive, a negative spread, or a limit
-    below 2.
+    Raises: ValueError for a count below 0, a typical length that is not positive, a negative spread, a limit below 2,
+    or a seed that is no integer.
 
     Source: chapter 01.
     """
@@ -46,7 +46,7 @@ def lognormal(
                 f"count {count} must be 0 or more, median {median} positive and finite, spread {sigma} 0 to 10 and "
                 f"limit {limit} 2 or more"
             )
-    rng, kinds = random.Random(seed), ((typical, spread), answer or (typical, spread))
+    rng, kinds = random.Random(as_int(seed, "seed")), ((typical, spread), answer or (typical, spread))
     drawn = [
         [min(limit // 2, max(1, int(rng.lognormvariate(math.log(median), sigma)))) for median, sigma in kinds]
         for _ in range(count)
