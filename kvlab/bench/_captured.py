@@ -7,10 +7,12 @@ holds them all; what changes from pass to pass lies in buffers of fixed address.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from kvlab.cache import take_back
 from kvlab.config import ModelConfig
 from kvlab.model import Decoder
 from kvlab.paged import PagedCache
+from kvlab.paged._cache import Buffer
 
 WARM = 2  # calls until kernels are compiled for these sizes, and tiles are chosen
 
@@ -119,11 +122,8 @@ class CapturedDecoder:
             raise ValueError("decodes and tokens are empty; there must be a size to capture")
         self.replayed = self.plain = 0
         on = model.device
-        largest = max([*self.alone, *self.mixed])
-        length = 2 * largest + max(rows, *self.alone, 0)
-        self._staging = torch.zeros(length, dtype=torch.int64, pin_memory=on.type == "cuda")
-        self._numbers = torch.zeros(length, dtype=torch.int64, device=on)
-        self._copied: torch.cuda.Event | None = None
+        self._numbers = Buffer(np.int64, on)
+        self._numbers.host(max(2 * size.tokens + size.rows for size in self.sizes))  # it moves no more
         self._pool = torch.cuda.graph_pool_handle() if on.type == "cuda" else None
         self._passes: dict[Size, Replayed] = {}
 
@@ -160,6 +160,8 @@ class CapturedDecoder:
         if cache is not self.cache:
             raise ValueError("cache is not the one that the passes were captured with")
         total, wanted = batch.num_tokens, batch.logits_indices
+        if any(x.device.type != "cpu" for x in (batch.token_ids, batch.positions, wanted)):
+            raise ValueError(f"batch is on {batch.token_ids.device}; it must be built on the host, as device says")
         for name, x in (("token_ids", batch.token_ids), ("positions", batch.positions)):
             if x.shape != (total,) or x.dtype != torch.int64:
                 raise ValueError(
@@ -200,36 +202,27 @@ class CapturedDecoder:
         self.cache.prepare(padded)
         try:
             self._send(size, batch)
-            wanted = 2 * size.tokens + size.rows
-            padded.token_ids, padded.positions, padded.logits_indices = self._numbers[:wanted].split(
-                [size.tokens, size.tokens, size.rows]
-            )
+            parts = [size.tokens, size.tokens, size.rows]
+            padded.token_ids, padded.positions, padded.logits_indices = self._numbers.device[: sum(parts)].split(parts)
             if size not in self._passes:  # the first batch of a size has all that a replay reads: buffers
-                self._passes[size] = Replayed(self._computing(padded), self.cache, self._pool)
+                compute = functools.partial(self._compute, padded)
+                self._passes[size] = Replayed(compute, self.cache, self._pool)
             return self._passes[size]()
         except BaseException:
             take_back(self.cache, batch.seq_ids, batch.past_lens)
             raise
 
-    def _computing(self, padded: Batch) -> Callable[[], Tensor]:
-        def compute() -> Tensor:
-            return self.model.logits(self.model.hidden(padded, self.cache)[padded.logits_indices])
-
-        return compute
+    def _compute(self, padded: Batch) -> Tensor:
+        return self.model.logits(self.model.hidden(padded, self.cache)[padded.logits_indices])
 
     def _send(self, size: Size, batch: Batch) -> None:
         """Copy tokens, positions and the rows whose logits are wanted to the device, all of them in one."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may not have left yet
-        whole = self._staging[: 2 * size.tokens + size.rows].zero_()
-        for part, new in zip(
-            whole.split([size.tokens, size.tokens, size.rows]),
-            (batch.token_ids, batch.positions, batch.logits_indices), strict=True,
-        ):  # fmt: skip
-            part[: len(new)] = new
-        self._numbers[: len(whole)].copy_(whole, non_blocking=True)
-        if self.model.device.type == "cuda":
-            self._copied = torch.cuda.current_stream().record_event()
+        whole = self._numbers.host(2 * size.tokens + size.rows)
+        whole[:] = 0
+        starts = (0, size.tokens, 2 * size.tokens)
+        for start, new in zip(starts, (batch.token_ids, batch.positions, batch.logits_indices), strict=True):
+            whole[start : start + len(new)] = new.numpy()
+        self._numbers.send(len(whole))
 
 
 def _next(sizes: Sequence[int], least: int) -> int | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from kvlab.bench._captured import Replayed
 from kvlab.bench._timing import measure
 from kvlab.model import Decoder
 from kvlab.paged import PagedCache
+from kvlab.paged._cache import Buffer
 from kvlab.speculative import greedy_sample
 
 
@@ -44,9 +46,7 @@ class Pass:
         self.tokens = torch.zeros(batch, q_len, dtype=torch.int64, device=on)
         self._batch = Batch.build(range(batch), [[0] * q_len] * batch, [0] * batch, device=on, all_logits=True)
         self._batch.token_ids = self.tokens.view(-1)
-        self._staging = torch.zeros(batch, dtype=torch.int64, pin_memory=on.type == "cuda")
-        self._past = torch.zeros(batch, dtype=torch.int64, device=on)
-        self._copied: torch.cuda.Event | None = None
+        self._past = Buffer(np.int64, on)
         self._run = Replayed(self._compute, cache)
 
     @property
@@ -61,18 +61,14 @@ class Pass:
         """
         self._batch.past_lens = list(past)
         self.cache.prepare(self._batch)
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy may not have left yet
-        self._staging.copy_(torch.tensor(past))
-        self._past.copy_(self._staging, non_blocking=True)
-        if self.model.device.type == "cuda":
-            self._copied = torch.cuda.current_stream().record_event()
+        self._past.host(len(past))[:] = past
+        self._past.send(len(past))
         return self._run()
 
     def _compute(self) -> Tensor:
-        batch, steps = self._batch, torch.arange(self.q_len, device=self._past.device)
-        batch.positions = (self._past[:, None] + steps).view(-1)
-        batch.seq_lens = (self._past + self.q_len).int()
+        batch, past = self._batch, self._past.device[: len(self.tokens)]
+        batch.positions = (past[:, None] + torch.arange(self.q_len, device=past.device)).view(-1)
+        batch.seq_lens = (past + self.q_len).int()
         logits = self.model.logits(self.model.hidden(batch, self.cache))
         return self.finish(self.tokens, logits.view(*self.tokens.shape, -1))
 

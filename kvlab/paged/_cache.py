@@ -72,7 +72,7 @@ class PagedCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self._buffers = {
-            name: _Buffer(kind, self.k.device)
+            name: Buffer(kind, self.k.device)
             for name, kind in (("table", np.int32), ("slots", np.int64), ("starts", np.int32), ("used", np.int32))
         }
         self._batch: Batch | None = None
@@ -108,8 +108,9 @@ class PagedCache:
 
         Source: chapter 02.
         """
-        if batch.max_seqlen_q is not None and not max(batch.q_lens, default=0) <= batch.max_seqlen_q < 2**31:
-            raise ValueError(f"max_seqlen_q is {batch.max_seqlen_q}; a sequence has {max(batch.q_lens)} new tokens")
+        most = max(batch.q_lens, default=0)
+        if batch.max_seqlen_q is not None and not most <= batch.max_seqlen_q < 2**31:
+            raise ValueError(f"max_seqlen_q is {batch.max_seqlen_q}; a sequence has {most} new tokens")
         lengths: dict[int, int] = {}
         for seq_id, q_len, past in zip(batch.seq_ids, batch.q_lens, batch.past_lens, strict=True):
             if seq_id is None:
@@ -236,8 +237,10 @@ class PagedCache:
             self._buffers[name].send(length)
 
 
-class _Buffer:
-    """A flat buffer on the device with a staging copy on the host; it keeps its address until it has to grow."""
+class Buffer:
+    """A flat buffer on the device with a staging copy on the host; it keeps its address until it has to grow.
+
+    Shapes and units: ``kind`` a NumPy type; ``device`` holds what was sent. Source: chapter 02."""
 
     def __init__(self, kind: type, device: torch.device) -> None:
         self._kind, self._on = torch.from_numpy(np.empty(0, kind)).dtype, device
@@ -251,7 +254,7 @@ class _Buffer:
         )
 
     def host(self, length: int) -> np.ndarray:
-        """The first ``length`` entries of the staging copy, once nothing reads it any more."""
+        """The first ``length`` entries of the staging copy, once nothing reads it any more. Source: chapter 02."""
         if self._sent is not None:
             self._sent.synchronize()
         if length > len(self._staging):
@@ -259,7 +262,7 @@ class _Buffer:
         return self._staging.numpy()[:length]
 
     def send(self, length: int) -> None:
-        """Copy the first ``length`` entries to the device, without waiting for it."""
+        """Copy the first ``length`` entries to the device, without waiting for it. Source: chapter 02."""
         if self.device is not self._staging:
             self.device[:length].copy_(self._staging[:length], non_blocking=True)
             self._sent = torch.cuda.current_stream(self._on).record_event()

@@ -13,7 +13,7 @@ from kvlab.model import Decoder
 from kvlab.sampling import sample
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._metrics import Metrics
-from kvlab.scheduler._request import Request, in_order, require_unused
+from kvlab.scheduler._request import Request, in_order
 from kvlab.scheduler._scheduler import Scheduler
 from kvlab.scheduler._step import Step
 
@@ -79,8 +79,7 @@ def serve(
                 f"metrics holds a step that ended at {ends[-1]}, the scheduler is at {scheduler.time}; both must be "
                 "of one run"
             )
-    if scheduler.in_flight is not None:
-        raise ValueError("scheduler has a step in flight; call update(step, tokens) or undo(step) first")
+    scheduler.require_idle()
     if not callable(clock):
         raise ValueError(f"clock is {clock!r:.80}; it must be a function that gives seconds")
     bounds = {"the model's context": model.config.max_seq_len}
@@ -94,7 +93,7 @@ def serve(
             )
     if isinstance(requests, Sequence) or not isinstance(requests, Iterable):
         requests = list(in_order(checks.entries(requests, "requests"), "requests"))
-        require_unused(requests, "requests", scheduler)
+        scheduler.require_unused(requests, "requests")
     return _serve(model, cache, scheduler, in_order(requests, "requests"), metrics, clock)
 
 
@@ -102,7 +101,7 @@ def _serve(
     model: Decoder, cache: KVCache, scheduler: Scheduler, coming: Iterator[Request], metrics: Metrics | None,
     clock: Callable[[], float],
 ) -> Iterator[Request]:  # fmt: skip
-    begin, following, readable = clock() - scheduler.time, next(coming, None), set[Request]()
+    begin, following = clock() - scheduler.time, next(coming, None)
     while following is not None or scheduler.has_work:
         now = clock() - begin
         if following is not None and not scheduler.has_work and following.arrival > now:
@@ -114,7 +113,7 @@ def _serve(
             _add(model, scheduler, following, now)
             following = next(coming, None)
         step = scheduler.schedule(now)
-        if step and _readable(model, scheduler, step, readable, now):
+        if step and _readable(model, scheduler, step, now):
             try:
                 tokens = forward(model, cache, step)
                 end = clock() - begin
@@ -134,23 +133,27 @@ def _require_model(model: object) -> None:
         raise ValueError(f"model is {model!r:.80}; it must be a Decoder, or be called as one")
 
 
-def _readable(model: Decoder, scheduler: Scheduler, step: Step, known: set[Request], now: float) -> bool:
+def _readable(model: Decoder, scheduler: Scheduler, step: Step, now: float) -> bool:
     """Whether the model can read all prompts that begin in a step; else it is undone, and those it cannot are rejected.
 
     Callers may have added them to the scheduler themselves."""
-    wrong = {}
-    for request in step.prefills:
-        if request not in known:
-            try:
-                check_prompt(model, request.prompt)
-                known.add(request)
-            except ValueError as error:
-                wrong[request] = str(error)
+    wrong = {request: why for request in step.prefills if (why := _unreadable(model, request)) is not None}
     if wrong:
         scheduler.undo(step, now)
         for request, why in wrong.items():
             scheduler.reject(request, why, now)
     return not wrong
+
+
+def _unreadable(model: Decoder, request: Request) -> str | None:
+    """Why the model cannot read a prompt; None where it can, which is looked at once."""
+    if not request.readable:
+        try:
+            check_prompt(model, request.prompt)
+        except ValueError as error:
+            return str(error)
+        request.readable = True
+    return None
 
 
 def _ended(scheduler: Scheduler, metrics: Metrics | None) -> Iterator[Request]:
@@ -163,8 +166,7 @@ def _ended(scheduler: Scheduler, metrics: Metrics | None) -> Iterator[Request]:
 
 def _add(model: Decoder, scheduler: Scheduler, request: Request, now: float) -> None:
     if request.num_tokens < scheduler.max_length:  # else the scheduler says so itself
-        try:
-            check_prompt(model, request.prompt)
-        except ValueError as error:
-            return scheduler.reject(request, str(error), now)
+        why = _unreadable(model, request)
+        if why is not None:
+            return scheduler.reject(request, why, now)
     scheduler.add(request, now)

@@ -5,14 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvlab.batch import as_int
 from kvlab.sampling import SamplingParams
 from kvlab.scheduler import _checks as checks
-
-if TYPE_CHECKING:
-    from kvlab.scheduler._scheduler import Scheduler
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 _arrivals = itertools.count()
@@ -60,6 +56,7 @@ class Request:
     room: int = field(default=0, init=False)  # tokens that its blocks hold
     limit: int = field(default=0, init=False)  # num_tokens at which it ends
     stops: frozenset[int] = field(default=frozenset(), init=False)
+    readable: bool = field(default=False, init=False)  # whether the model was found to know the prompt's tokens
 
     def __post_init__(self) -> None:
         self.request_id = as_int(self.request_id, "request_id")
@@ -132,19 +129,6 @@ def in_order(requests: Iterable[Request], name: str) -> Iterator[Request]:
             raise ValueError(f"{name} has an arrival at {request.arrival} after {latest}; they must be in order")
         latest = request.arrival
         yield request
-
-
-def require_unused(requests: Iterable[Request], name: str, scheduler: Scheduler) -> None:
-    """Refuse requests of which two have one id, or one has an id that the scheduler knows.
-
-    Raises: ValueError that begins with ``name``.  Source: chapter 06."""
-    ids: set[int] = set()
-    for request in requests:
-        if request.request_id in ids:
-            raise ValueError(f"{name} holds request_id {request.request_id} twice; each must stand there once")
-        if request.request_id in scheduler.requests:
-            raise ValueError(f"{name} holds request_id {request.request_id}, which the scheduler has; choose another")
-        ids.add(request.request_id)
 
 
 def require_new(request: object, name: str = "request") -> None:

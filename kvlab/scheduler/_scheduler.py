@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvlab.batch import as_count, as_int
 from kvlab.paged import BlockManager, OutOfBlocks
@@ -124,8 +124,7 @@ class Scheduler:
         """
         require_new(request)
         now = request.arrival if now is None else checks.seconds(now, "now")
-        if request.request_id in self.requests or request.request_id in self.manager:
-            raise ValueError(f"request_id {request.request_id} is in use; choose another")
+        self._require_unused(request.request_id, "request_id")
         request.order, self._order = self._order, self._order + 1
         length = request.num_tokens
         request.limit = min(length + request.params.max_tokens, self.max_length)
@@ -140,6 +139,26 @@ class Scheduler:
             request.state = WAITING
             self.num_waiting += 1
             self.queue.push(request)
+
+    def require_idle(self) -> None:
+        """Refuse to go on while a step is in flight. Raises: ValueError.  Source: chapter 06."""
+        if self._in_flight is not None:
+            raise ValueError("the last step is still in flight; call update(step, tokens) or undo(step) first")
+
+    def require_unused(self, requests: Iterable[Request], name: str) -> None:
+        """Refuse requests that could not all be added: two of one id, or one whose id is in use.
+
+        Raises: ValueError that begins with ``name``.  Source: chapter 06."""
+        ids: set[int] = set()
+        for request in requests:
+            if request.request_id in ids:
+                raise ValueError(f"{name} holds request_id {request.request_id} twice; each must stand there once")
+            self._require_unused(request.request_id, f"{name}: request_id")
+            ids.add(request.request_id)
+
+    def _require_unused(self, request_id: int, name: str) -> None:
+        if request_id in self.requests or request_id in self.manager:
+            raise ValueError(f"{name} {request_id} is in use; choose another")
 
     def reject(self, request: Request, reason: str, now: float | None = None) -> None:
         """End a request that is new, or waits, without computing it; ``reason`` is kept in its ``error``.
@@ -170,11 +189,9 @@ class Scheduler:
         Raises: ValueError for an id that is no integer, or a ``now`` that is no time.  Source: chapter 06.
         """
         request = self.requests.get(as_int(request_id, "request_id"))
-        if now is not None:
-            now = checks.seconds(now, "now")
+        now = self._time(request, now)
         if request is None or request.cancelled:
             return False
-        now = self._time(request, now)
         if request.state == RUNNING and self._in_flight is not None:
             request.cancelled = True
             self._leaving.append(request)
@@ -202,8 +219,7 @@ class Scheduler:
         Source: chapter 06.
         """
         now = checks.seconds(now, "now")
-        if self._in_flight is not None:
-            raise ValueError("the last step is still in flight; call update(step, tokens) or undo(step) first")
+        self.require_idle()
         self.time = max(self.time, now)
         step = Step(self.max_num_batched_tokens)
         if self.policy == "static":
@@ -331,9 +347,8 @@ class Scheduler:
                 if not self.num_running or (victim := self._latest()).order < request.order:
                     return
                 self._preempt(victim, step)
-            if request.state == FINISHED:
-                continue
-            left -= self._give_chunk(request, step, min(left, self.max_chunk))
+            if request.state == RUNNING:
+                left -= self._give_chunk(request, step, min(left, self.max_chunk))
 
     # --- what they are made of ---
 
@@ -378,8 +393,10 @@ class Scheduler:
         free = f"{pool.num_free} of {pool.num_blocks} are free"
         self.reject(request, f"{needed} blocks are needed; with nobody running, {free}", now)
 
-    def _time(self, request: Request, now: float | None) -> float:
-        return max(self.time, request.arrival) if now is None else checks.seconds(now, "now")
+    def _time(self, request: Request | None, now: float | None) -> float:
+        if now is not None:
+            return checks.seconds(now, "now")
+        return self.time if request is None else max(self.time, request.arrival)
 
     def _grow(self, requests: list[Request], step: Step) -> None:
         """Blocks for the next token of each, if need be those of whoever came last."""

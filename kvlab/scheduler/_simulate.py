@@ -8,7 +8,7 @@ from kvlab.batch import as_count
 from kvlab.scheduler import _checks as checks
 from kvlab.scheduler._costs import CostModel, StepShape
 from kvlab.scheduler._metrics import Metrics
-from kvlab.scheduler._request import RUNNING, Request, in_order, require_unused
+from kvlab.scheduler._request import RUNNING, Request, in_order
 from kvlab.scheduler._scheduler import Scheduler
 from kvlab.scheduler._step import Step
 
@@ -88,8 +88,7 @@ def simulate(
         raise ValueError(f"cost_model is {cost_model!r:.80}; it must give the seconds of a StepShape")
     if watch is not None and not callable(watch):
         raise ValueError(f"watch is {watch!r:.80}; it must be a function of a step, its start and its end")
-    if scheduler.in_flight is not None:
-        raise ValueError("scheduler has a step in flight; call update(step, tokens) or undo(step) first")
+    scheduler.require_idle()
     metrics, now, coming = Metrics(simulated=True), scheduler.time, iter(_checked(workload, scheduler))
     following = next(coming, None)
     while following is not None or scheduler.has_work:
@@ -119,7 +118,7 @@ def simulate(
 def _checked(workload: Iterable[Request], scheduler: Scheduler) -> list[Request]:
     """The requests in order, each once, if none of them, and none that is there already, knows of tokens."""
     requests = list(in_order(checks.entries(workload, "workload"), "workload"))
-    require_unused(requests, "workload", scheduler)
+    scheduler.require_unused(requests, "workload")
     for request in [*requests, *scheduler.requests.values()]:
         if request.stops or request.tokens:
             what = "stop tokens" if request.stops else "new tokens with ids"
